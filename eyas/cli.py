@@ -1,0 +1,313 @@
+"""Commands and nothing else: parse, call, print.
+
+Every command takes `--json` (exactly one JSON object on stdout; everything else goes to stderr). Exit codes:
+0 done, 1 the work or a check failed, 2 wrong usage.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional, arg, subcommand
+
+from eyas import __version__
+from eyas.config import RunConfig, keys, nearest
+from eyas.errors import EyasError, UsageError
+from eyas.progress import console, say, warn
+
+ABOUT = """Train an EAGLE-3 draft model for a target, and prove every step on the way.
+
+Start with `eyas run CONFIG.yaml`: it makes what is missing and goes on where it was stopped. Every key of the
+config is a flag too (--train.lr 3e-4); `eyas config explain` lists them with their meaning."""
+
+
+@dataclass(kw_only=True)
+class _Output:
+    json: bool = False
+    """Print one JSON object on stdout."""
+    quiet: bool = False
+    """Print no progress and no messages, only errors."""
+
+
+@dataclass(kw_only=True)
+class _OnConfig(_Output):
+    config: Positional[Path]
+    """The run's YAML file."""
+    run_dir: Path | None = None
+    """Where the run is kept, instead of the config's run_dir."""
+    set: Annotated[list[str], arg(metavar="KEY=VALUE", default=())] = field(default_factory=list)
+    """Config values, e.g. --set train.lr=3e-4 train.epochs=2 (the same as --train.lr 3e-4 ...)."""
+
+
+@dataclass(kw_only=True)
+class Run(_OnConfig):
+    """Run every stage that is not fresh, in order."""
+
+    from_: Annotated[str | None, arg(name="from")] = None
+    """Run again from this stage on, fresh or not."""
+    only: str | None = None
+    """Run this stage alone."""
+    preflight: bool = True
+    """Prove data, features and model before training starts."""
+
+
+@dataclass(kw_only=True)
+class Preflight(_OnConfig):
+    """Check everything that can be checked before GPU hours are spent."""
+
+    stage: list[str] = field(default_factory=list)
+    """Check these stages only."""
+    skip: list[str] = field(default_factory=list)
+    """Leave these stages out."""
+
+
+@dataclass(kw_only=True)
+class Train(_OnConfig):
+    """Train the draft on stored features (after the preflight)."""
+
+    preflight: bool = True
+    """Prove data, features and model before training starts."""
+
+
+@dataclass(kw_only=True)
+class OneStage(_OnConfig):
+    pass
+
+
+@dataclass(kw_only=True)
+class Verify(_Output):
+    """Check an exported draft: names, shapes, dtypes, tables, config, by the engine's own rules."""
+
+    draft: Positional[Path]
+    """Folder with config.json and weights."""
+    target: str | None = None
+    """The target it was made for (id or folder): sizes are compared."""
+    run: Path | None = None
+    """The run that made it: its logits must equal the trained draft's."""
+
+
+@dataclass(kw_only=True)
+class Status(_Output):
+    """Say which stages of a run are made, fresh, stale or half done."""
+
+    run: Positional[Path]
+    """The run's folder."""
+
+
+@dataclass(kw_only=True)
+class Config(_Output):
+    """show: the resolved config; explain: every key, its default and meaning."""
+
+    action: Positional[Literal["show", "explain"]]
+    config: Positional[Path | None] = None
+    """The run's YAML file (for show)."""
+
+
+_STAGE_HELP = {
+    "regenerate": "Let the target answer the prompts itself.",
+    "prepare": "Read, check, render and mask conversations; split off the held-out ones.",
+    "extract": "Run the target over every sample and store its hidden states.",
+    "vocab": "Choose the draft vocabulary by counting supervised tokens.",
+    "evaluate": "Decode with and without the draft: acceptance, identity, speed.",
+    "export": "Write and prove the checkpoints that vLLM and SGLang load.",
+    "report": "Write the run's page, report/index.html.",
+}
+
+
+def _commands() -> Any:
+    stages = tuple(
+        Annotated[
+            dataclasses.make_dataclass(n.title(), [], bases=(OneStage,), namespace={"__doc__": d}),
+            subcommand(n),
+        ]
+        for n, d in _STAGE_HELP.items()
+    )
+    named = {
+        "run": Run,
+        "preflight": Preflight,
+        "train": Train,
+        "verify": Verify,
+        "status": Status,
+        "config": Config,
+    }
+    rest = tuple(Annotated[cls, subcommand(name)] for name, cls in named.items())
+    union: Any = None
+    for command in rest + stages:
+        union = command if union is None else union | command
+    return union
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: list[str]) -> int:
+    """Parse, call, print; returns the exit code."""
+    if argv == ["--version"]:
+        print(__version__)
+        return 0
+    as_json = "--json" in argv
+    try:
+        command, rest = tyro.cli(_commands(), args=argv, prog="eyas", description=ABOUT, return_unknown_args=True)
+        console.quiet = command.quiet
+        if rest and not isinstance(command, _OnConfig):
+            raise UsageError(f"unknown option {rest[0]}", "see `eyas --help`")
+        result, code = _call(command, rest)
+    except EyasError as e:
+        code = 2 if isinstance(e, UsageError) else 1
+        console.quiet = False
+        say(f"[bold red]error:[/] {_plain(e.message)}")
+        if e.hint:
+            say(f"[bold]hint:[/] {_plain(e.hint)}")
+        result = {"ok": False, "error": e.message, "hint": e.hint}
+    except KeyboardInterrupt:
+        say("stopped; run the same command again to go on")
+        return 1
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    return code
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _call(command: Any, rest: list[str]) -> tuple[dict[str, Any], int]:
+    if isinstance(command, Status):
+        return _status(command.run)
+    if isinstance(command, Config):
+        return _config(command)
+    if isinstance(command, Verify):
+        from eyas.export.verify import verify
+
+        result = verify(command.draft, run_dir=command.run, target=command.target)
+        _print_findings(result["findings"], f"{command.draft}: {result['format']}")
+        return result, 0 if result["ok"] else 1
+    config = resolve(command, rest)
+    if not config.target.model:
+        raise UsageError("target.model is empty", "name the target: a Hugging Face id or a folder")
+    if isinstance(command, Preflight):
+        return _preflight(config, command.stage, command.skip)
+    from eyas import pipeline
+
+    names = [s.name for s in pipeline.stages_of(config)]
+    only = None if isinstance(command, Run) else type(command).__name__.lower()
+    start = None
+    if isinstance(command, Run):
+        only, start = command.only, command.from_
+    for name in (only, start):
+        if name and name not in names:
+            raise UsageError(f"unknown stage {name!r} for this config", f"one of: {', '.join(names)}")
+    checks = {"train": lambda: _before_train(config)} if getattr(command, "preflight", False) else None
+    result = pipeline.run(config, start=start, only=only, before=checks)
+    if only:
+        result = {"run_dir": result["run_dir"], **result["stages"][only]}
+    elif not console.quiet:
+        _summary(result)
+    return result, 1 if result.get("ok") is False else 0
+
+
+def resolve(command: _OnConfig, rest: list[str]) -> RunConfig:
+    """The file's values, then --set, then flags. Raises UsageError for unknown keys; tyro reports bad values."""
+    base = RunConfig.load(command.config)
+    given: list[str] = []
+    for pair in command.set:
+        key, eq, value = pair.partition("=")
+        if not eq or key not in keys():
+            raise UsageError(f"--set {pair}: expected KEY=VALUE with a known key{nearest(key)}")
+        given += [f"--{key}", *value.split(",")]
+    config, unknown = tyro.cli(
+        RunConfig,
+        args=given + rest,
+        default=base,
+        prog=f"eyas run {command.config}",
+        return_unknown_args=True,
+    )
+    if unknown:
+        key = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
+        raise UsageError(f"unknown option {unknown[0]}{nearest(key)}")
+    return config.model_copy(update={"run_dir": str(command.run_dir)}) if command.run_dir else config
+
+
+def _preflight(config: RunConfig, only: list[str], skip: list[str]) -> tuple[dict[str, Any], int]:
+    from eyas.files import write_json
+    from eyas.preflight.runner import render, run_preflight
+
+    result = run_preflight(config, only or None, skip)
+    write_json(Path(config.run_dir) / "preflight" / "result.json", result)
+    if not console.quiet:
+        render(result)
+    return result, 0 if result["ok"] else 1
+
+
+def _before_train(config: RunConfig) -> None:
+    result, code = _preflight(config, [], [])
+    if code:
+        errors = [f["message"] for s in result["stages"] for f in s["findings"] if f["level"] == "error"]
+        raise EyasError(
+            "preflight failed: " + "; ".join(errors),
+            "mend these, or go on at your own risk with --no-preflight",
+        )
+
+
+def _status(run_dir: Path) -> tuple[dict[str, Any], int]:
+    from eyas import pipeline
+
+    result = pipeline.status(run_dir)
+    for name, stage in result["stages"].items():
+        counts = ", ".join(f"{k} {v:,}" for k, v in stage["counts"].items() if isinstance(v, int))
+        seconds = f"{stage['seconds']:,.1f} s" if stage.get("seconds") else ""
+        say(f"{name:12} {stage['state']:8} {seconds:>10}  {counts or stage['reason'] or ''}")
+    return result, 0
+
+
+def _config(command: Config) -> tuple[dict[str, Any], int]:
+    if command.action == "show":
+        config = RunConfig.load(command.config) if command.config else RunConfig()
+        if not command.json:
+            print(config.to_yaml(), end="")
+        return config.model_dump(mode="json"), 0
+    explained = {}
+    for key, info in keys().items():
+        default = info.get_default(call_default_factory=True)
+        explained[key] = {"default": default, "help": info.description}
+        if not command.json:
+            print(f"{key}: {json.dumps(default)}\n    {info.description}")
+    return explained, 0
+
+
+def _print_findings(findings: list[dict[str, Any]], title: str) -> None:
+    say(title)
+    for f in findings:
+        colour = {"error": "red", "warning": "yellow", "info": "dim"}[f["level"]]
+        say(
+            f"  [{colour}]{f['level']}[/] {_plain(f['message'])}"
+            + (f" [dim]({_plain(f['hint'])})[/]" if f.get("hint") else "")
+        )
+
+
+def _summary(result: dict[str, Any]) -> None:
+    """The few lines people look for after a run."""
+    for name, stage in result["stages"].items():
+        for text in stage.get("warnings", []):
+            warn(f"{name}: {_plain(text)}")
+    evaluated = result["stages"].get("evaluate", {})
+    for name, part in evaluated.get("sets", {}).items():
+        if part.get("tau") is not None:
+            same = f"{part['identical']}/{part['prompts']} outputs identical"
+            speed = f"{part['speculative_tok_s']:.1f} tok/s against {part['baseline_tok_s']:.1f} ({part['speedup']:.2f}x)"
+            say(f"[bold]{name}[/]: tau {part['tau']:.2f} tokens per target pass, {same}, {speed}")
+    page = Path(result["run_dir"]) / "report" / "index.html"
+    if page.is_file():
+        say(f"report: {os.path.relpath(page)}")
+
+
+if __name__ == "__main__":
+    main()
