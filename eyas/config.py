@@ -16,7 +16,7 @@ from eyas.errors import UsageError
 
 
 class Section(BaseModel):
-    """Strict: no unknown keys, no silent conversions of kind; docstrings below fields are their help."""
+    """No unknown keys; the docstring below a field is its help."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
