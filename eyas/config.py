@@ -75,6 +75,8 @@ class ExtractConfig(Section):
     """Token budget of one forward pass, padding included."""
     shard_mb: int = Field(default=1024, ge=1)
     """Size of one shard of the feature store, in MB."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """What NaN, infinite or all-zero states do: stop the run, or skip the sample and count it."""
 
 
 class VocabConfig(Section):

@@ -1,4 +1,4 @@
-"""What a check is and what it may say."""
+"""What a check is, what it may say, and the run it looks at."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -6,8 +6,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from eyas.config import RunConfig
+from eyas.draft import Eagle3DraftConfig
+from eyas.features.contract import Features
+from eyas.features.store import Store
 from eyas.pipeline import read_manifest
+from eyas.target.spec import TargetSpec, default_aux_layers
+from eyas.target.weights import TargetWeights
+from eyas.vocab import read_vocab_mapping
 
 
 @dataclass(frozen=True)
@@ -29,43 +38,46 @@ class Subject:
 
     def __init__(self, config: RunConfig):
         self.config = config
-        self.run_dir = Path(config.run_dir)
 
     def folder(self, stage: str) -> Path:
-        """Folder of a finished stage. Raises NotMade when the stage has not run."""
-        folder = self.run_dir / stage
+        """Folder of a finished stage. Raises NotMade when it has not run."""
+        folder = Path(self.config.run_dir) / stage
         if read_manifest(folder) is None:
-            raise NotMade(f"stage {stage} has not run in {self.run_dir}")
+            raise NotMade(f"stage {stage} has not run in {self.config.run_dir}")
         return folder
 
     @cached_property
-    def spec(self):
-        from eyas.target.spec import TargetSpec
-
+    def spec(self) -> TargetSpec:
         return TargetSpec.load(self.config.target.model, self.config.target.revision)
 
     @cached_property
-    def weights(self):
-        from eyas.target.weights import TargetWeights
-
+    def weights(self) -> TargetWeights:
         return TargetWeights(self.spec)
 
     @cached_property
-    def store(self):
-        from eyas.features.store import Store
+    def aux_layers(self) -> list[int]:
+        return self.config.extract.aux_layers or default_aux_layers(self.spec.num_layers)
 
+    @cached_property
+    def store(self) -> Store:
         return Store(self.folder("extract") / "features" / "train")
 
     @cached_property
-    def indices(self) -> list[int]:
-        """`preflight.samples` store indices, evenly spaced over the whole store."""
+    def samples(self) -> list[Features]:
+        """`preflight.samples` samples, evenly spaced over the store."""
         count = min(self.config.preflight.samples, len(self.store))
-        return [i * len(self.store) // count for i in range(count)]
+        return [self.store[i * len(self.store) // count] for i in range(count)]
 
     @cached_property
-    def samples(self) -> list:
-        """The features at `indices`."""
-        return [self.store[i] for i in self.indices]
+    def tables(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """(t2d [V], d2t [Vd]) of the vocab stage; (None, None) for the full vocabulary."""
+        found = read_vocab_mapping(self.folder("vocab"), self.spec.vocab_size)
+        return (torch.from_numpy(found[1]), torch.from_numpy(found[0])) if found else (None, None)
+
+    @cached_property
+    def shape(self) -> Eagle3DraftConfig:
+        size = self.spec.vocab_size if self.tables[1] is None else len(self.tables[1])
+        return Eagle3DraftConfig.from_target(self.spec, self.config.draft, self.aux_layers, size)
 
 
 @dataclass(frozen=True)

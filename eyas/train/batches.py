@@ -5,17 +5,17 @@ The order is a function of (seed, epoch) alone, so the number of optimiser steps
 
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from eyas.draft.rows import TrainBatch
-from eyas.errors import EyasError
-from eyas.features.store import Store
+from eyas.draft import TrainBatch
+from eyas.features.contract import Features
 
+In, Out = TypeVar("In"), TypeVar("Out")
 WINDOW = 16  # optimiser steps levelled together: wide enough to fill batches, narrow enough to keep them random
 
 
@@ -32,17 +32,15 @@ def plan_epoch(lengths: np.ndarray, budget: int, seed: int, epoch: int, group: i
             wherever there are samples enough, so that every step is a full one.
     """
     size = np.minimum(lengths, budget)
+    total = int(size.sum())
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(size))
-    filled = np.cumsum(size[order])
-    windows = max(1, round(int(size.sum()) / (WINDOW * group * budget)))
-    edges = np.searchsorted(filled, [size.sum() * w / windows for w in range(1, windows)])
+    steps = -(-total // (budget * group))
+    marks = np.linspace(0, steps, max(1, round(steps / WINDOW)) + 1).round()  # windows end at these steps
+    edges = np.searchsorted(np.cumsum(size[order]), marks[1:-1] / steps * total)
     batches: list[np.ndarray] = []
-    for part in np.split(order, edges):
-        if not len(part):
-            continue
-        count = -(-int(size[part].sum()) // budget)
-        count = min(-(-count // group) * group, len(part))
+    for part, share in zip(np.split(order, edges), np.diff(marks), strict=True):
+        count = min(int(share) * group, len(part))
         while (bins := _level(part, size, count, budget)) is None:
             count = min(count + group, len(part))
         batches += [np.sort(bins[i]) for i in rng.permutation(count)]
@@ -61,3 +59,61 @@ def _level(part: np.ndarray, size: np.ndarray, count: int, budget: int) -> list[
         heapq.heapreplace(heap, (load, b))
         bins[b].append(int(i))
     return bins
+
+
+class StepPlan(NamedTuple):
+    """One optimiser step."""
+
+    epoch: int
+    batches: list[np.ndarray]  # sample indices of each micro-batch
+    ends_epoch: bool
+
+
+def plan_steps(
+    lengths: np.ndarray, budget: int, group: int, seed: int, epochs: int, max_steps: int | None = None
+) -> list[StepPlan]:
+    """Every optimiser step: `epochs` passes, or exactly `max_steps` steps through as many passes as that takes.
+
+    The last step of an epoch has fewer than `group` micro-batches only when there are fewer samples than that.
+    """
+    steps: list[StepPlan] = []
+    epoch = 0
+    while len(steps) < max_steps if max_steps else epoch < epochs:
+        batches = plan_epoch(lengths, budget, seed, epoch, group)
+        starts = range(0, len(batches), group)
+        steps += [StepPlan(epoch, batches[i : i + group], i == starts[-1]) for i in starts]
+        epoch += 1
+    return steps[:max_steps]
+
+
+def pack(samples: Iterable[Features], budget: int) -> TrainBatch:
+    """Join samples into shifted rows: row t of a sample holds token t+1, the aux states of t and the target state at t+1.
+
+    A sample of T tokens gives T-1 rows (tokens after the first `budget` are cut off). The tensors own their memory.
+    """
+    ids, aux, targets, supervised, lengths = [], [], [], [], []
+    for f in samples:
+        end = min(len(f.token_ids), budget)
+        mask = f.loss_mask[1:end]
+        skip = int(f.loss_mask[0])  # token 0 is nobody's row, so its target state is nobody's target
+        ids.append(f.token_ids[1:end])
+        aux.append(f.aux_hidden_states[: end - 1].flatten(1))  # [end-1, A*H]
+        targets.append(f.last_hidden_state[skip : skip + int(mask.sum())])
+        supervised.append(mask)
+        lengths.append(end - 1)
+    count = torch.tensor(lengths)
+    end = count.cumsum(0)
+    starts, ends = (x.repeat_interleave(count) for x in (end - count, end))
+    return TrainBatch(torch.cat(ids), torch.cat(aux), torch.cat(targets), torch.cat(supervised), starts, ends)
+
+
+def prefetch(load: Callable[[In], Out], items: Sequence[In]) -> Iterator[tuple[In, Out, float]]:
+    """(item, load(item), seconds waited for it): a thread loads the next item while the caller works on this one."""
+    with ThreadPoolExecutor(1) as pool:
+        pending = [pool.submit(load, item) for item in items[:1]]
+        for i, item in enumerate(items):
+            clock = time.perf_counter()
+            loaded = pending.pop().result()
+            waited = time.perf_counter() - clock
+            pending = [pool.submit(load, following) for following in items[i + 1 : i + 2]]
+            yield item, loaded, waited

@@ -18,7 +18,11 @@ class Metrics:
     def __init__(self, folder: Path, step: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        kept = [line for line in path.read_text().splitlines() if _step(line) <= step] if path.is_file() and step else []
+        kept = (
+            [line for line in path.read_text().splitlines() if _step(line) <= step]
+            if path.is_file() and step
+            else []
+        )
         path.write_text("".join(line + "\n" for line in kept))
         self._file = open(path, "a")  # noqa: SIM115  closed by close()
         self._board = SummaryWriter(str(folder / "tb"), purge_step=step + 1)

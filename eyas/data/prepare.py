@@ -1,0 +1,173 @@
+"""The prepare stage: conversations to samples (ids and loss mask), split in two, every row accounted for."""
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import IO, Any
+
+import numpy as np
+from rich.markup import escape
+
+from eyas.config import DataConfig
+from eyas.data.conversation import BadRow, Conversation, parse
+from eyas.data.read import Row, count_lines, read_rows
+from eyas.data.render import Rendered, Template, assemble
+from eyas.data.samples import Sample, write_samples
+from eyas.errors import EyasError
+from eyas.files import atomic
+from eyas.pipeline import Context
+from eyas.progress import bar, say, warn
+from eyas.target.spec import TargetSpec
+from eyas.target.tokenizer import load_tokenizer
+from eyas.vocab import pinned_ids
+
+CHUNK = 256  # rows tokenised together
+COUNTS = (
+    "rows conversations samples train heldout quarantined duplicates truncated samples_dropped tokens supervised"
+)
+
+
+def run(ctx: Context) -> dict[str, Any]:
+    """Write `samples.parquet` and `quarantine.jsonl`. Raises EyasError when there is nothing to train on."""
+    data, target = ctx.config.data, ctx.config.target
+    spec = TargetSpec.load(target.model, target.revision)
+    tokenizer = load_tokenizer(spec, target.trust_remote_code)
+    regenerated = ctx.config.regenerate.mode != "none"
+    sources = [str(ctx.input("regenerate") / "conversations.jsonl")] if regenerated else data.sources
+    noted = {"target": spec.name, "target_fingerprint": spec.fingerprint, "pinned_ids": pinned_ids(tokenizer)}
+    noted |= {"tokenizer_length": max(tokenizer.get_vocab().values()) + 1}
+    noted |= {"supervise": data.supervise, "max_length": data.max_length}
+    total = min(count_lines(sources), data.limit or 1 << 62)
+    with (
+        atomic(ctx.out / "quarantine.jsonl") as temporary,
+        open(temporary, "w") as quarantine,
+        bar("prepare", total, "rows") as progress,
+    ):
+        work = _Preparation(data, Template(tokenizer), quarantine)
+        rows = (progress.update() or row for row in read_rows(sources))
+        write_samples(ctx.out / "samples.parquet", work.samples(rows), noted)
+    return work.result(str(ctx.out / "quarantine.jsonl"))
+
+
+class _Preparation:
+    """One pass over the rows, and what became of them."""
+
+    def __init__(self, config: DataConfig, template: Template, quarantine: IO[str]):
+        self.config, self.template, self.quarantine = config, template, quarantine
+        self.counts = Counter(dict.fromkeys((*COUNTS.split(), "think_tag_restored"), 0))
+        self.reasons: Counter[str] = Counter()
+        self.examples: list[list[Any]] = []
+        self.contents: set[str] = set()
+        self.ids: set[str] = set()
+
+    def samples(self, rows: Iterator[Row]) -> Iterator[Sample]:
+        """Samples in the order of their rows, until `limit` conversations have given some."""
+        for chunk in iter(lambda: list(islice(rows, CHUNK)), []):
+            tried = [self._parsed(row) for row in chunk]
+            good = [t for t in tried if not isinstance(t, BadRow)]
+            pairs = iter(self.template.tokenize([turn for _, turns, _ in good for turn in turns]))
+            prompts = iter(self.template.ids([prompt for *_, prompt in good]))
+            for row, outcome in zip(chunk, tried, strict=True):
+                if self.counts["conversations"] == self.config.limit:
+                    return
+                self.counts["rows"] += 1
+                if isinstance(outcome, BadRow):
+                    self._set_aside(row, outcome.reason)
+                else:
+                    rendered = assemble(list(islice(pairs, len(outcome[1]))))
+                    yield from self._samples_of(row, outcome[0], rendered, next(prompts))
+
+    def _parsed(self, row: Row) -> Any:
+        """(conversation, its supervised turns, its first prompt), or the BadRow."""
+        try:
+            if row.value is None:
+                raise BadRow(row.error or "empty")
+            conversation = parse(row.value)
+            turns = self.template.turns(conversation, self.config.supervise)
+            return conversation, turns, self.template.first_prompt(conversation)
+        except BadRow as e:
+            return e
+
+    def _samples_of(
+        self, row: Row, conversation: Conversation, rendered: list[Rendered], prompt: list[int]
+    ) -> Iterator[Sample]:
+        longest, content = self.config.max_length, conversation.content_hash()
+        if content in self.contents:
+            self.counts["duplicates"] += 1
+            return
+        kept = [r for r in rendered if any(r.loss_mask[:longest])]
+        if not kept:
+            return self._set_aside(row, f"no supervised token within data.max_length ({longest})")
+        split = "heldout" if _draw(conversation) < self.config.heldout else "train"
+        id = f"{conversation.id}-{content[:16]}" if conversation.id in self.ids else conversation.id
+        self.contents.add(content)
+        self.ids.add(id)
+        self.counts.update(conversation.notes)
+        self.counts.update({"conversations": 1, "samples_dropped": len(rendered) - len(kept)})
+        bos = self.template.tokenizer.bos_token_id
+        for k, r in enumerate(kept, 1):
+            ids, mask = r.token_ids[:longest], r.loss_mask[:longest]
+            self.counts.update({"samples": 1, split: 1, "tokens": len(ids), "supervised": sum(mask)})
+            self.counts["truncated"] += len(ids) < len(r.token_ids)
+            self.template.notes["ids start with two begin tokens"] += bos is not None and ids[:2] == [bos, bos]
+            if len(self.examples) < 3:
+                texts = [self.template.tokenizer.decode([t]) for t in ids[:600]]
+                self.examples.append([list(pair) for pair in zip(texts, mask[:600], strict=True)])
+            yield Sample(
+                id=id if k == 1 else f"{id}/{k}",
+                split=split,
+                category=conversation.category,
+                token_ids=np.array(ids, np.int32),
+                loss_mask=np.array(mask, np.bool_),
+                prompt_ids=np.array(prompt, np.int32),
+                source=row.file,
+                row=row.number,
+            )
+
+    def _set_aside(self, row: Row, reason: str) -> None:
+        self.counts["quarantined"] += 1
+        self.reasons[re.sub(r"\d+", "N", reason)[:200]] += 1
+        self.quarantine.write(json.dumps({"file": row.file, "row": row.number, "reason": reason}) + "\n")
+
+    def result(self, quarantine: str) -> dict[str, Any]:
+        """The stage's result. Raises EyasError when there is no training sample."""
+        n, reasons = self.counts, dict(self.reasons.most_common(20))
+        if not n["train"]:
+            found = f"{n['rows']} rows, {n['quarantined']} of them set aside, {n['heldout']} samples held out"
+            why = "; ".join(f"{count} × {reason}" for reason, count in list(reasons.items())[:3])
+            raise EyasError(f"no training sample with a supervised token: {found}", why or "give more rows")
+        share = n["supervised"] / n["tokens"]
+        warnings = [f"{count} × {note}" for note, count in self.template.notes.items() if count]
+        if share >= 0.95:
+            warnings.append(
+                f"{share:.1%} of the tokens are supervised: does the template render the user's turns?"
+            )
+        if n["quarantined"] > 0.05 * n["rows"]:
+            warnings.append(f"{n['quarantined']} of {n['rows']} rows are set aside, see {quarantine}")
+        if self.config.heldout and not n["heldout"]:
+            warnings.append(f"none of {n['conversations']} conversations fell to the held-out side")
+        say(
+            f"{n['samples']} samples ({n['train']} train, {n['heldout']} held out) of {n['tokens']} tokens, "
+            f"{n['supervised']} supervised ({share:.1%}); of {n['rows']} rows {n['quarantined']} set aside, "
+            f"{n['duplicates']} duplicates; {n['truncated']} samples cut"
+        )
+        first = "".join(text for text, supervised in self.examples[0] if supervised)
+        say(f"supervised in the first sample: {escape(repr(first[:200]))}")
+        for text in warnings:
+            warn(escape(text))
+        share = round(share, 4)
+        return {"counts": dict(n), "supervised_share": share, "reasons": reasons, "warnings": warnings} | {
+            "examples": self.examples
+        }
+
+
+def _draw(conversation: Conversation) -> float:
+    """A number in [0, 1) from the first user turn: the same prompt is never on both sides of the split."""
+    i = conversation.first_user_turn()
+    text = conversation.content_hash() if i is None else conversation.messages[i]["content"]
+    text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:6], "big") / 2**48

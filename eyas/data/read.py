@@ -1,0 +1,107 @@
+"""Rows of the conversation files, one at a time; a row that cannot be read is handed on as bad, not fatal."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import EyasError, UsageError
+from eyas.pipeline import source_files
+
+
+@dataclass(frozen=True)
+class Row:
+    """A JSON object, or the reason why there is none. `number` counts lines or rows of the file from 1."""
+
+    file: str
+    number: int
+    value: dict[str, Any] | None = None
+    error: str | None = None
+
+
+def read_rows(sources: list[str]) -> Iterator[Row]:
+    """Every row of JSONL, JSON and Parquet files (globs allowed) and hub datasets, in order.
+
+    Raises UsageError for a missing file or an unknown kind, EyasError for a file that is broken as a whole.
+    """
+    readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+    for name, path in source_files(sources).items():
+        if path is None:
+            yield from _hub(name)
+        elif path.suffix in readers:
+            yield from readers[path.suffix](path)
+        else:
+            raise UsageError(f"{path}: unknown kind of file", f"expected one of {', '.join(readers)}")
+
+
+def count_lines(sources: list[str]) -> int:
+    """Lines of the JSONL files among the sources: how far there is to go, as far as that is cheap to know."""
+    total = 0
+    for path in source_files(sources).values():
+        if path and path.suffix == ".jsonl":
+            with open(path, "rb") as f:
+                total += sum(1 for _ in f)
+    return total
+
+
+def _row(file: str, number: int, value: Any) -> Row:
+    if not isinstance(value, dict):
+        return Row(file, number, error=f"expected an object, found {type(value).__name__}")
+    return Row(file, number, value)
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    # Row by row: a reader that guesses column types fails on the first row whose `tool_calls` is not null.
+    with open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except json.JSONDecodeError as e:
+                yield Row(str(path), number, error=f"not valid JSON: {e.msg} at column {e.colno}")
+            except UnicodeDecodeError as e:
+                yield Row(str(path), number, error=f"not valid UTF-8 at byte {e.start}")
+            else:
+                yield _row(str(path), number, value)
+
+
+def _json(path: Path) -> Iterator[Row]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as e:
+        hint = "a file with one object a line must be named .jsonl"
+        raise EyasError(f"{path}: not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}", hint) from e
+    except UnicodeDecodeError as e:
+        raise EyasError(f"{path}: not valid UTF-8 at byte {e.start}") from e
+    if not isinstance(values, list):
+        raise EyasError(f"{path}: expected a list of rows, found {type(values).__name__}")
+    for number, value in enumerate(values, 1):
+        yield _row(str(path), number, value)
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(256):
+            for value in batch.to_pylist():
+                number += 1
+                yield _row(str(path), number, value)
+    except (pa.ArrowException, OSError) as e:
+        raise EyasError(f"{path}: not readable as Parquet after row {number}: {e}") from e
+
+
+def _hub(name: str) -> Iterator[Row]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(name, split="train")
+    except Exception as e:  # the library raises many kinds; whatever it was, the user must see it with the name
+        hint = "give a public `org/name` with a train split, or a local file"
+        raise EyasError(f"hub dataset {name}: {type(e).__name__}: {e}", hint) from e
+    for number, value in enumerate(rows, 1):
+        yield _row(name, number, value)

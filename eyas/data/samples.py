@@ -1,0 +1,102 @@
+"""`samples.parquet`: what prepare hands to the stages behind it, checked when written and when read."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eyas.errors import EyasError
+from eyas.files import atomic
+
+FORMAT = "eyas-samples-1"
+_KINDS = {"token_ids": np.dtype(np.int32), "loss_mask": np.dtype(np.bool_), "prompt_ids": np.dtype(np.int32)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One rendered conversation. `prompt_ids`: its first user turn with the generation prompt, for decoding; the
+    samples of one conversation share it, and it is empty where no user speaks."""
+
+    id: str
+    split: str  # train | heldout
+    category: str | None
+    token_ids: np.ndarray  # [T] int32
+    loss_mask: np.ndarray  # [T] bool, True on supervised tokens
+    prompt_ids: np.ndarray  # [P] int32
+    source: str = ""
+    row: int = 0
+
+    def __post_init__(self):
+        for name, kind in _KINDS.items():
+            found = getattr(self, name)
+            if found.dtype != kind or found.ndim != 1:
+                self._refuse(f"{name}: expected 1-D {kind}, found {found.ndim}-D {found.dtype}")
+        if len(self.token_ids) != len(self.loss_mask):
+            self._refuse(f"{len(self.token_ids)} token ids, but {len(self.loss_mask)} loss mask entries")
+        if not self.loss_mask.any():
+            self._refuse(f"expected a supervised token, found none among {len(self.token_ids)}")
+        if self.token_ids.min() < 0 or self.split not in ("train", "heldout"):
+            self._refuse(f"least token id {self.token_ids.min()}, split {self.split!r} (train or heldout)")
+
+    def _refuse(self, why: str):
+        raise EyasError(f"sample {self.id}: {why}")
+
+
+def write_samples(path: Path, samples: Iterable[Sample], metadata: dict[str, Any]) -> None:
+    """Stream samples into a Parquet file, whole or absent; `metadata` is kept as JSON beside the columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    integers = pa.list_(pa.int32())
+    types = {"id": pa.string(), "split": pa.string(), "category": pa.string(), "token_ids": integers}
+    types |= {"loss_mask": pa.list_(pa.bool_()), "prompt_ids": integers, "source": pa.string(), "row": pa.int64()}
+    schema = pa.schema(types, {"eyas": json.dumps({"format": FORMAT} | metadata)})
+    rows: list[dict[str, Any]] = []
+    with atomic(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+        for sample in samples:
+            rows.append(vars(sample))
+            if len(rows) == 1024:
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+                rows.clear()
+        writer.write_table(pa.Table.from_pylist(rows, schema))
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """What prepare noted about tokenizer, target and options. Raises EyasError where `path` is not its work."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        noted = json.loads((pq.read_schema(path).metadata or {}).get(b"eyas", b"{}"))
+    except (pa.ArrowException, OSError) as e:
+        raise EyasError(f"{path}: not a readable samples file: {e}", "run `eyas prepare` again") from e
+    if noted.get("format") != FORMAT:
+        raise EyasError(
+            f"{path}: expected format {FORMAT}, found {noted.get('format')}", "run `eyas prepare` again"
+        )
+    return noted
+
+
+def read_samples(path: Path, split: str | None = None, target: Any = None) -> list[Sample]:
+    """The samples of one split (or all), in order. `target` (a TargetSpec): refuse samples prepared for another."""
+    import pyarrow.parquet as pq
+
+    noted = read_metadata(path)
+    if target is not None and noted["target_fingerprint"] != target.fingerprint:
+        raise EyasError(
+            f"{path} was prepared for {noted['target']} (fingerprint {noted['target_fingerprint'][:12]}), not for "
+            f"{target.name} ({target.fingerprint[:12]}): weights, tokenizer or chat template differ",
+            "run `eyas prepare` for this target",
+        )
+    samples = []
+    for batch in pq.ParquetFile(path).iter_batches(1024):
+        columns = [
+            c.to_numpy(zero_copy_only=False) if n in _KINDS else c.to_pylist()
+            for n, c in zip(batch.schema.names, batch.columns, strict=True)
+        ]
+        rows = (dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
+        samples += [Sample(**row) for row in rows if split in (None, row["split"])]
+    return samples

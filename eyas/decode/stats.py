@@ -1,0 +1,77 @@
+"""What acceptance means here: every figure with its definition and its denominator.
+
+A round drafts a chain of n tokens and has the target verify them in one forward pass. It emits the drafted
+tokens that were right (`accepted`), and one token of the target's own, the bonus token. Two things fall outside:
+the first token of an answer comes from the prompt's own pass and belongs to no round; and where an accepted token
+ends the answer, the round is *cut*: it has no bonus token, and the positions after the cut were never tried.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+DEFINITIONS = {
+    "tau": "tokens emitted by rounds / rounds (target passes that verify), a ratio of sums over prompts; the "
+    "bonus token of each round is counted, the first token of an answer (from the prompt's pass) is not",
+    "accept_rate_by_position": "conditional: rounds that accepted position k / rounds that accepted all before k "
+    "and in which the answer was not over by then",
+    "unconditional_rate_by_position": "rounds that accepted position k and all before it / all rounds; the sum "
+    "over k is tau - 1, but for rounds cut by the end of an answer, which have no bonus token",
+    "draft_acceptance_rate": "accepted tokens / drafted tokens; bonus tokens are not counted",
+    "tok_s": "new tokens / wall seconds of decoding a prompt, the pass over the prompt included; plain and "
+    "speculative decoding take turns in one process, with the same cache and the same model calls",
+    "speedup": "speculative_tok_s / baseline_tok_s",
+    "identical": "prompts whose speculative output equals plain greedy decoding token by token",
+    "ties": "prompts that part where rounding decides: recomputed on the common prefix, the target's logits of "
+    "the two tokens differ by less than factor * eps(dtype) * largest logit (factor: 64 float32, 4 half types)",
+    "different": "prompts that part anywhere else: an error",
+}
+
+
+def hit_rates(hits: np.ndarray, tried: np.ndarray | None = None) -> tuple[list[float], list[float | None]]:
+    """(unconditional, conditional) hit rates by draft position.
+
+    hits, tried: [rounds, n] bool. Unconditional: share of all rounds that hit position k. Conditional: the same
+    among rounds that hit every position before k (and tried k); None where there is no such round.
+    """
+    before = np.cumprod(np.concatenate([np.ones((len(hits), 1), bool), hits[:, :-1]], axis=1), axis=1) > 0
+    at_risk = before if tried is None else before & tried
+    conditional = [float(h[r].mean()) if r.any() else None for h, r in zip(hits.T, at_risk.T, strict=True)]
+    return [float(h) for h in hits.mean(axis=0)], conditional
+
+
+def acceptance(answers: Iterable[tuple[int, list[int]]], draft_tokens: int) -> dict[str, Any]:
+    """Acceptance over answers, each given as (new tokens, accepted tokens of each round).
+
+    Returns tau, the rates of `DEFINITIONS`, `rounds`, `tokens` (first tokens included) and `not_available`, the
+    reason of every null. Raises RuntimeError when the rounds do not add up to the tokens: a fault of the engine.
+    """
+    answers = list(answers)
+    accepted: list[int] = []
+    cut: list[bool] = []
+    for tokens, rounds in answers:
+        missing = 1 + sum(a + 1 for a in rounds) - tokens  # one when the last round was cut
+        if any(not 0 <= a <= draft_tokens for a in rounds) or missing not in (0, 1) or missing > sum(rounds[-1:]):
+            raise RuntimeError(f"{tokens} tokens do not come from rounds of {draft_tokens} accepting {rounds}")
+        accepted += rounds
+        cut += [False] * (len(rounds) - 1) + [missing == 1] * min(len(rounds), 1)
+    result: dict[str, Any] = {"rounds": len(accepted), "tokens": sum(t for t, _ in answers)}
+    if not accepted:
+        reason = (
+            "no answer has more than one token, so nothing was drafted" if answers else "no prompt was decoded"
+        )
+        names = ("tau", "accept_rate_by_position", "unconditional_rate_by_position", "draft_acceptance_rate")
+        return {**dict.fromkeys(names), **result, "not_available": dict.fromkeys(names, reason)}
+    length, position = np.array(accepted)[:, None], np.arange(draft_tokens)
+    over = np.array(cut)[:, None] & (position >= length)
+    unconditional, conditional = hit_rates(position < length, ~over)
+    untried = [f"accept_rate_by_position[{k}]" for k, rate in enumerate(conditional) if rate is None]
+    return {
+        "tau": (sum(accepted) + len(accepted) - sum(cut)) / len(accepted),
+        "accept_rate_by_position": conditional,
+        "unconditional_rate_by_position": unconditional,
+        "draft_acceptance_rate": sum(accepted) / (len(accepted) * draft_tokens),
+        **result,
+        "not_available": dict.fromkeys(untried, "no round got so far"),
+    }

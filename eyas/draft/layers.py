@@ -1,0 +1,128 @@
+"""The parts of the draft's one decoder layer, with the tensor names that servers expect."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.draft.config import Eagle3DraftConfig
+from eyas.errors import EyasError
+
+
+class Attention(nn.Module):
+    """Projections of width-2H inputs, embedding half first, so that each half can be projected on its own."""
+
+    def __init__(self, config: Eagle3DraftConfig):
+        super().__init__()
+        h, d = config.hidden_size, config.head_dim
+        self.head_dim = d
+        self.q_proj = nn.Linear(2 * h, config.num_attention_heads * d, bias=False)
+        self.k_proj = nn.Linear(2 * h, config.num_key_value_heads * d, bias=False)
+        self.v_proj = nn.Linear(2 * h, config.num_key_value_heads * d, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * d, h, bias=False)
+
+    def halves(self) -> list[tuple[Tensor, Tensor]]:
+        """(embedding half, hidden half) of the q, k and v weights, each [n * d, H]."""
+        split = [p.weight.chunk(2, 1) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        return [(e, g) for e, g in split]
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[A, n * d] -> [A, n, d]"""
+        return x.view(x.shape[0], -1, self.head_dim)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Eagle3DraftConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: Eagle3DraftConfig):
+        super().__init__()
+        h, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = nn.RMSNorm(h, eps)
+        self.hidden_norm = nn.RMSNorm(h, eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(h, eps)
+        self.mlp = MLP(config)
+
+    def finish(self, hidden: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
+        """From attention's output [A, nh, d] to the layer's: both residual additions and the MLP."""
+        residual = normed if self.norm_before_residual else hidden
+        h = residual + self.self_attn.o_proj(attended.flatten(1))
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class DraftCache:
+    """Keys and values of one sequence; entry t belongs to row t, so crop, append and look-up need no positions."""
+
+    def __init__(self, shape: tuple[int, int, int], cos: Tensor, sin: Tensor):
+        """shape: (nkv, capacity, d); cos and sin [capacity, d / 2]."""
+        self.keys, self.values = cos.new_empty(shape), cos.new_empty(shape)
+        self.cos, self.sin, self.length = cos, sin, 0
+
+    def crop(self, length: int) -> None:
+        """Forget the rows from `length` on (no effect on a shorter cache)."""
+        self.length = min(self.length, length)
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add rows [T, nkv, d]; return all keys and values [nkv, length, d]. Raises EyasError when it is full."""
+        end, capacity = self.length + len(keys), self.keys.shape[1]
+        if end > capacity:
+            raise EyasError(f"draft cache is full: {end} rows, capacity {capacity}")
+        self.keys[:, self.length : end] = keys.transpose(0, 1)
+        self.values[:, self.length : end] = values.transpose(0, 1)
+        self.length = end
+        return self.keys[:, :end], self.values[:, :end]
+
+
+class Rope:
+    """Rotation tables; not a module, so that casting the model to bf16 cannot touch the frequencies."""
+
+    def __init__(self, config: Eagle3DraftConfig):
+        rope, d = config.rope_parameters, config.head_dim
+        if rope["rope_type"] == "default":
+            self.frequencies, self.scale = 1.0 / rope["rope_theta"] ** (torch.arange(0, d, 2).float() / d), 1.0
+            return
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        shape = {k: getattr(config, k) for k in ("hidden_size", "num_attention_heads", "head_dim")}
+        llama = LlamaConfig(
+            **shape, max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(rope)
+        )
+        self.frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, torch.device("cpu"))
+
+    def table(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, d / 2] of positions 0, 1, ..., in the dtype and on the device of `like`."""
+        angles = torch.arange(positions, dtype=torch.float64)[:, None] * self.frequencies.double()
+        return (angles.cos() * self.scale).to(like), (angles.sin() * self.scale).to(like)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE in the half-split layout: x [A, n, d], cos and sin [A, d / 2]."""
+    return _Rotate.apply(x, cos[:, None], sin[:, None])
+
+
+class _Rotate(torch.autograd.Function):
+    """Written out because autograd's own backward takes three times as many passes."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        (a, b), out = x.chunk(2, -1), torch.empty_like(x)
+        u, v = out.chunk(2, -1)
+        torch.mul(a, cos, out=u).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=v).addcmul_(a, sin)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _Rotate.apply(grad, cos, -sin), None, None

@@ -1,0 +1,328 @@
+"""The EAGLE-3 draft: its tensors, the training-time test (TTT) over them, and decoding with a cache."""
+
+from typing import TYPE_CHECKING, NamedTuple, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.draft.config import DraftShapeError, Eagle3DraftConfig
+from eyas.draft.layers import DecoderLayer, DraftCache, Rope, rotate
+from eyas.draft.rows import RowPlan, TrainBatch, row_plan
+from eyas.errors import EyasError
+from eyas.kernels.linear_kl import linear_kl
+from eyas.kernels.ttt_attention import ttt_attention
+
+
+if TYPE_CHECKING:
+    from eyas.target.weights import TargetWeights
+
+
+class TTTOutput(NamedTuple):
+    """One pass over a batch of N rows in K steps. Only `loss` has a gradient."""
+
+    loss: Tensor  # scalar, fp32 or wider
+    kl: Tensor  # [K] sums of KL(target || draft) over the counted rows, nats
+    counts: Tensor  # [K] int64, counted rows
+    hits: Tensor  # [K] int64, counted rows whose arg-max is the target's over the draft vocabulary
+    overlap: Tensor  # [K] sums over counted rows of sum_v min(p, q): the expected acceptance of sampled drafts
+    draft_tokens: Tensor  # [K, N] int64, the arg-max as a target id; -1 where a row is not counted
+    hit: Tensor  # [K, N] bool, the rows of `hits`
+
+
+class Eagle3DraftModel(nn.Module):
+    """A one-layer EAGLE-3 draft over `config.draft_vocab_size` ids of its target.
+
+    t2d [V] bool and d2t [Vd] int64 (offsets: target id = i + d2t[i]) are given together for a pruned vocabulary and
+    may be left out for a full one; DraftShapeError (a ValueError) otherwise. `load_target` must follow before any pass; what
+    it loads is no part of `state_dict()`. Trained tensors start as torch initialises them: see `init_weights`. lm_head
+    is trained only when `config.train_lm_head`. Passes run in the parameters' dtype, softmax and loss in fp32 at least.
+    """
+
+    embed_tokens: Tensor | None
+    target_lm_head: Tensor
+    d2t: Tensor | None
+    t2d: Tensor | None
+
+    def __init__(self, config: Eagle3DraftConfig, t2d: Tensor | None = None, d2t: Tensor | None = None):
+        super().__init__()
+        self.config = config
+        _check_vocab(config, t2d, d2t)
+        self.register_buffer("d2t", d2t if config.pruned else None)
+        self.register_buffer("t2d", t2d if config.pruned else None)
+        h, eps = config.hidden_size, config.rms_norm_eps
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(config.num_aux * h, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(h, eps) for _ in config.aux_layers)
+        self.fc = nn.Linear(config.num_aux * h, h, bias=False)
+        self.layers = nn.ModuleList([DecoderLayer(config)])
+        self.norm = nn.RMSNorm(h, eps)
+        self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
+        self.lm_head.weight.requires_grad_(config.train_lm_head)
+        self.rope = Rope(config)
+        self.register_buffer("embed_tokens", None, persistent=False)
+        self.register_buffer("target_lm_head", None, persistent=False)
+
+    def load_target(self, weights: "TargetWeights") -> None:
+        """Take the target's embedding, final norm and the lm_head rows of the draft vocabulary, all frozen.
+
+        Raises DraftShapeError naming both sizes when the target is not the one this draft was made for.
+        """
+        embed, head, norm = weights.embed_tokens(), weights.lm_head(), weights.final_norm()
+        expected = (self.config.vocab_size, self.config.target_hidden_size)
+        for name, tensor in (("embed_tokens", embed), ("lm_head", head)):
+            if tuple(tensor.shape) != expected:
+                raise DraftShapeError(
+                    f"the target's {name} is {list(tensor.shape)}, the draft expects {list(expected)}",
+                    "this draft belongs to another target",
+                )
+        like = self.fc.weight
+        self.embed_tokens = embed.to(like.device)  # stays in its stored dtype: only a few rows are used at a time
+        self.target_lm_head = head[self.draft_ids().to(head.device)].to(like)
+        norm.register_buffer("weight", norm.weight, persistent=False)
+        self.target_norm = norm.to(like.device)
+
+    def draft_ids(self) -> Tensor:
+        """[Vd] the target id of each draft id, ascending."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
+        return ids if self.d2t is None else ids + self.d2t
+
+    def to_target_ids(self, ids: Tensor) -> Tensor:
+        """Draft ids to target ids, any shape."""
+        return ids if self.d2t is None else ids + self.d2t[ids]
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """aux [T, A * H] -> g [T, H]: fc over the aux states, after the norm that the config asks for."""
+        aux = aux.to(self.fc.weight.dtype)
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.config.fc_norm:
+            parts = aux.chunk(self.config.num_aux, -1)
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(aux)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[T] target ids -> [T, H]"""
+        if self.embed_tokens is None:
+            raise EyasError("the draft has no target yet", "call model.load_target(weights) first")
+        return F.embedding(input_ids, self.embed_tokens).to(self.fc.weight.dtype)
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def ttt(self, batch: TrainBatch, ttt_steps: int, decay: float, totals: Tensor | None = None) -> TTTOutput:
+        """Loss = sum_k w_k KL_k / totals_k / sum_k w_k, with w_k = decay ** k and k = 0 ... ttt_steps - 1.
+
+        KL_k is summed over the rows counted at step k and totals [K] says how many of them the whole optimiser step
+        has: the losses of its micro-batches add up to its exact mean. Default: this batch alone. A step without any
+        counted row adds nothing and keeps its weight below the line.
+        """
+        plan = row_plan(batch, ttt_steps)
+        states = torch.cat(self.unroll(batch, plan)).index_select(0, plan.loss_rows)  # [R, H]
+        weights = decay ** torch.arange(ttt_steps, dtype=torch.float64)
+        means = (plan.counts if totals is None else totals.cpu()).clamp(min=1)
+        step_scale = (weights / weights.sum() / means).to(states.device)  # [K]
+        n = len(batch.input_ids)
+        step = plan.loss_cells // n  # [R]
+        loss, rows = linear_kl(
+            states,
+            self.lm_head.weight,
+            self.target_norm(batch.targets.to(states.dtype)),
+            self.target_lm_head.to(states.dtype),
+            plan.loss_targets,
+            step_scale[step].to(torch.promote_types(states.dtype, torch.float32)),
+        )
+
+        def by_step(x: Tensor) -> Tensor:
+            return x.new_zeros(ttt_steps).index_add_(0, step, x)
+
+        tokens = step.new_full((ttt_steps * n,), -1)
+        tokens[plan.loss_cells] = self.to_target_ids(rows.token)
+        hit = torch.zeros_like(tokens, dtype=torch.bool)
+        hit[plan.loss_cells] = rows.hit
+        return TTTOutput(
+            loss,
+            by_step(rows.kl),
+            plan.counts.to(step.device),
+            by_step(rows.hit.long()),
+            by_step(rows.overlap),
+            tokens.view(ttt_steps, n),
+            hit.view(ttt_steps, n),
+        )
+
+    def unroll(self, batch: TrainBatch, plan: RowPlan) -> list[Tensor]:
+        """The states before lm_head of every step's rows: K tensors [A_k, H]."""
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        heads = layer.self_attn.heads
+        (q_e, q_g), (k_e, k_g), (v_e, v_g) = layer.self_attn.halves()
+        # Row t at step k and row t + k at step 0 see the same token, so the embedding half is projected once a token.
+        embedded = layer.input_layernorm(self.embed(batch.input_ids))  # [N, H]
+        query_part = embedded.index_select(0, plan.query_tokens) @ q_e.T  # [U, nh * d]
+        key_part, value_part = embedded @ k_e.T, embedded @ v_e.T  # [N, nkv * d]
+
+        cos, sin = self.rope.table(plan.last_position + 1, embedded)
+        hidden = self.fuse(batch.aux)  # [N, H]
+        normed = layer.hidden_norm(hidden)
+        keys = rotate(
+            heads(torch.addmm(key_part, normed, k_g.T)), cos[plan.positions], sin[plan.positions]
+        )  # [N, nkv, d]
+        values = heads(torch.addmm(value_part, normed, v_g.T))
+        own_keys = own_values = keys.new_empty(len(keys), keys.shape[1], 0, keys.shape[2])  # [A, nkv, k, d]
+        states = []
+        for k, step in enumerate(plan.steps):
+            hidden = hidden.index_select(0, step.kept)  # [A_k, H]
+            normed = layer.hidden_norm(hidden) if k else normed.index_select(0, step.kept)
+            turn = cos[step.positions], sin[step.positions]
+            own_keys, own_values = (x.index_select(0, step.kept) for x in (own_keys, own_values))
+            if k:
+                part = key_part.index_select(0, step.tokens)
+                key = rotate(heads(torch.addmm(part, normed, k_g.T)), *turn)
+                value = heads(torch.addmm(value_part.index_select(0, step.tokens), normed, v_g.T))
+                own_keys = torch.cat([own_keys, key[:, :, None]], 2)
+                own_values = torch.cat([own_values, value[:, :, None]], 2)
+            part = query_part.index_select(0, step.queries)
+            query = rotate(heads(torch.addmm(part, normed, q_g.T)), *turn)  # [A_k, nh, d]
+            attended = ttt_attention(query, keys, values, own_keys, own_values, step.rows, step.blocks)
+            out = layer.finish(hidden, normed, attended)
+            states.append(self.norm(out))
+            hidden = states[-1] if self.config.norm_output else out
+        return states
+
+    @overload
+    def forward(
+        self, *, batch: TrainBatch, ttt_steps: int, ttt_step_loss_decay: float, totals: Tensor | None = None
+    ) -> TTTOutput: ...
+
+    @overload
+    def forward(
+        self,
+        hidden_states: Tensor,
+        input_ids: Tensor,
+        lengths: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        verifier_last_hidden_states: Tensor | None = None,
+        ttt_steps: int = 3,
+        ttt_step_loss_decay: float = 1.0,
+    ) -> list[Tensor] | tuple[list[Tensor], Tensor, dict[str, Tensor]]: ...
+
+    def forward(
+        self,
+        hidden_states=None,
+        input_ids=None,
+        lengths=None,
+        loss_mask=None,
+        position_ids=None,
+        verifier_last_hidden_states=None,
+        ttt_steps=3,
+        ttt_step_loss_decay=1.0,
+        batch=None,
+        totals=None,
+    ):
+        """Training goes through here, so that wrapped models (DDP, FSDP) see it. Two forms, both on shifted rows:
+
+        `batch=` (a TrainBatch) returns `ttt`'s TTTOutput. The other takes one packed row of documents: hidden_states
+        [1, L, A * H], input_ids [1, L], lengths [documents] (their sum may be below L: the rest is padding; default one
+        document), loss_mask [1, L] (default all), position_ids [1, L] (default 0, 1, ... in each document),
+        verifier_last_hidden_states [1, L, H], or [M, H] for the M rows of the mask alone, before the final norm.
+        It returns (draft_tokens, loss, metrics): K tensors [1, L] of draft-vocabulary ids, -1 where a row is not counted
+        at that step; the loss of `ttt`; and 0-dim tensors loss, loss_k (mean KL), full_acc_k (arg-max right at all steps
+        0..k, a share of the rows counted at k), cond_acc_k (the same, a share of those right until then).
+        Without verifier_last_hidden_states: draft_tokens alone, of every row whose token lies in its document.
+        """
+        if batch is not None:
+            return self.ttt(batch, ttt_steps, ttt_step_loss_decay, totals)
+        batch, rows = self._pack(
+            hidden_states, input_ids, lengths, loss_mask, position_ids, verifier_last_hidden_states
+        )
+        length = input_ids.shape[1]
+        if verifier_last_hidden_states is None:
+            plan = row_plan(batch, ttt_steps)
+            tokens = input_ids.new_full((ttt_steps, length), -1, dtype=torch.int64)
+            for k, states in enumerate(self.unroll(batch, plan)):
+                tokens[k, plan.steps[k].rows] = self.lm_head(states).argmax(-1)
+            return list(tokens[:, None])
+        out = self.ttt(batch, ttt_steps, ttt_step_loss_decay, totals)
+        counted = out.draft_tokens >= 0  # [K, rows]
+        right = (counted & out.hit).cummin(0).values
+        before = torch.cat([counted[:1], right[:-1] & counted[1:]])
+        right, before, counts = right.sum(1), before.sum(1).clamp(min=1), out.counts.clamp(min=1)
+        metrics = {"loss": out.loss.detach()}
+        for k in range(ttt_steps):
+            metrics[f"loss_{k}"] = out.kl[k] / counts[k]
+            metrics[f"full_acc_{k}"] = right[k] / counts[k]
+            metrics[f"cond_acc_{k}"] = right[k] / before[k]
+        ids = torch.searchsorted(self.draft_ids(), out.draft_tokens).where(counted, -1)
+        return list(F.pad(ids, (0, length - rows), value=-1)[:, None]), out.loss, metrics
+
+    def _pack(self, hidden_states, input_ids, lengths, loss_mask, position_ids, last) -> tuple[TrainBatch, int]:
+        """The public form as a TrainBatch without padding, and its number of rows."""
+        sizes = torch.tensor([input_ids.shape[1]]) if lengths is None else lengths.cpu().flatten()
+        ends = sizes.cumsum(0)
+        rows = int(ends[-1])
+        if input_ids.shape[0] != 1 or rows > input_ids.shape[1]:
+            raise DraftShapeError(f"lengths {sizes.tolist()} do not fit input_ids {list(input_ids.shape)}")
+        ones = torch.ones(rows, dtype=torch.bool)
+        supervised = ones if loss_mask is None or last is None else loss_mask[0, :rows].cpu().bool()
+        if last is None:
+            last = hidden_states.new_empty(1, rows, self.config.hidden_size)
+        return TrainBatch(
+            input_ids[0, :rows],
+            hidden_states[0, :rows],
+            last if last.dim() == 2 else last[0, :rows][supervised.to(last.device)],
+            supervised,
+            (ends - sizes).repeat_interleave(sizes),
+            ends.repeat_interleave(sizes),
+            None if position_ids is None else position_ids[0, :rows].cpu(),
+        ), rows
+
+    # ---- decoding ------------------------------------------------------------------------------------------------
+
+    def new_cache(self, capacity: int) -> DraftCache:
+        """An empty cache for one sequence of at most `capacity` rows."""
+        shape = (self.config.num_key_value_heads, capacity, self.config.head_dim)
+        return DraftCache(shape, *self.rope.table(capacity, self.fc.weight))
+
+    @torch.no_grad()
+    def decode_step(self, hidden: Tensor, input_ids: Tensor, cache: DraftCache) -> tuple[Tensor, Tensor]:
+        """Append T rows to the cache; from the last one return its logits [Vd] and the state [H] it feeds back.
+
+        hidden [T, H]: `fuse(aux)` of newly verified positions, or the state fed back (T = 1); input_ids [T]: the token
+        after each position. A row's position is its place in the cache, so rows of rejected drafts must be cropped.
+        """
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        attention, heads = layer.self_attn, layer.self_attn.heads
+        normed = layer.hidden_norm(hidden)
+        both = torch.cat([layer.input_layernorm(self.embed(input_ids)), normed], -1)  # [T, 2H]
+        start, end = cache.length, cache.length + len(both)
+        keys, values = cache.append(
+            rotate(heads(attention.k_proj(both)), cache.cos[start:end], cache.sin[start:end]),
+            heads(attention.v_proj(both)),
+        )
+        # Only the last row is read, and the others are seen through their keys and values alone.
+        last = slice(len(both) - 1, None)
+        query = rotate(heads(attention.q_proj(both[last])), cache.cos[end - 1 : end], cache.sin[end - 1 : end])
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], keys[None], values[None], enable_gqa=True
+        )  # [1, nh, 1, d]
+        out = layer.finish(hidden[last], normed[last], attended[0].transpose(0, 1))
+        state = self.norm(out)
+        return self.lm_head(state)[0], (state if self.config.norm_output else out)[0]
+
+
+def _check_vocab(config: Eagle3DraftConfig, t2d: Tensor | None, d2t: Tensor | None) -> None:
+    """Raises DraftShapeError or EyasError unless the tables say exactly the vocabulary of the config."""
+    from eyas.vocab import check_vocab_mapping
+
+    if config.pruned and t2d is None and d2t is None:
+        raise DraftShapeError(
+            f"draft_vocab_size {config.draft_vocab_size} of a target vocabulary of {config.vocab_size} needs a "
+            "mapping, and none is given",
+            "run `eyas vocab` to make one",
+        )
+    for name, tensor, size in (("t2d", t2d, config.vocab_size), ("d2t", d2t, config.draft_vocab_size)):
+        if tensor is not None and tuple(tensor.shape) != (size,):
+            raise DraftShapeError(f"{name}: expected 1-D length {size}, got {tuple(tensor.shape)}")
+    check_vocab_mapping(d2t, t2d, config.vocab_size)

@@ -1,0 +1,123 @@
+"""Which rows a training pass must compute: exact row compaction.
+
+Rows are shifted (row r: token x[t+1], aux a[t], target state y[t+1], mask m[t+1], position t). At step k row r sees
+token r + k and is compared with the target of row r + k. Other rows see it only through its step-0 key and value, so a
+row from which no counted target hangs at step k or later is not computed at step k, with the same loss and gradients.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eyas.draft.config import DraftShapeError
+from eyas.kernels.ttt_attention import Block
+
+QUERY_BLOCK = 256  # rows of one document whose scores exist at a time
+
+
+class TrainBatch(NamedTuple):
+    """Documents packed one after the other, N shifted rows in all.
+
+    The row plan is made on the CPU: `supervised`, `doc_start` and `doc_end` belong there, the rest on the model's
+    device.
+    """
+
+    input_ids: Tensor  # [N] int64 or int32
+    aux: Tensor  # [N, A * H], aux states side by side, lowest layer first
+    targets: Tensor  # [M, H] last hidden states before the final norm, one for each supervised row
+    supervised: Tensor  # [N] bool, M of them true
+    doc_start: Tensor  # [N] int64, first row of the row's document
+    doc_end: Tensor  # [N] int64, one past its last row
+    positions: Tensor | None = None  # [N] int64 on the CPU; default: the row's place in its document
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of one step, in ascending order."""
+
+    rows: Tensor  # [A_k]
+    kept: Tensor  # [A_k] their places among the rows of the step before (step 0: among all rows)
+    tokens: Tensor  # [A_k] rows + k: whose token they embed
+    queries: Tensor  # [A_k] the places of `tokens` in RowPlan.query_tokens
+    positions: Tensor  # [A_k] RoPE positions
+    blocks: list[Block]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Indices, on the model's device, of everything a pass computes.
+
+    The losses of all steps are one list of R entries in the order of their targets, so that a target's distribution is
+    made once: entry i compares row loss_rows[i] of all steps' rows put together with target loss_targets[i].
+    """
+
+    steps: list[StepRows]
+    query_tokens: Tensor  # [U] tokens whose embedding is needed in a query
+    positions: Tensor  # [N]
+    last_position: int
+    loss_rows: Tensor  # [R]
+    loss_targets: Tensor  # [R] on the CPU
+    loss_cells: Tensor  # [R] step * N + row
+    counts: Tensor  # [K] on the CPU, rows counted at each step
+
+
+def counted_rows(supervised: Tensor, doc_end: Tensor, ttt_steps: int) -> Tensor:
+    """[K, N] bool: row r is counted at step k when row r + k is supervised and of the same document."""
+    n = supervised.shape[0]
+    ahead = torch.arange(n) + torch.arange(ttt_steps)[:, None]  # [K, N]
+    return (ahead < doc_end) & supervised[ahead.clamp(max=n - 1)]
+
+
+def row_plan(batch: TrainBatch, ttt_steps: int) -> RowPlan:
+    """Raises DraftShapeError when the batch's sizes contradict each other."""
+    supervised, doc_start, doc_end = batch.supervised.cpu(), batch.doc_start.cpu(), batch.doc_end.cpu()
+    n, device = supervised.shape[0], batch.input_ids.device
+    if not (len(batch.input_ids) == len(batch.aux) == len(doc_start) == len(doc_end) == n > 0):
+        found = {k: list(v.shape) for k, v in batch._asdict().items() if v is not None}
+        raise DraftShapeError(f"a batch needs as many rows in each tensor, and at least one; found {found}")
+    if len(batch.targets) != (m := int(supervised.sum())):
+        raise DraftShapeError(f"{len(batch.targets)} targets for {m} supervised rows; expected one for each")
+
+    counted = counted_rows(supervised, doc_end, ttt_steps)
+    alive = counted.flip(0).cummax(0).values.flip(0)  # counted at this step or a later one
+    positions = torch.arange(n) - doc_start if batch.positions is None else batch.positions.cpu()
+    rows = [a.nonzero()[:, 0] for a in alive]
+    needed = torch.zeros(n, dtype=torch.bool)
+    for k, r in enumerate(rows):
+        needed[r + k] = True
+    place, target = needed.cumsum(0) - 1, supervised.cumsum(0) - 1
+
+    steps, entries, offset = [], [], 0
+    before = torch.ones(n, dtype=torch.bool)
+    for k, r in enumerate(rows):
+        kept = (before.cumsum(0) - 1)[r]
+        index = (x.to(device, non_blocking=True) for x in (r, kept, r + k, place[r + k], positions[r] + k))
+        steps.append(StepRows(*index, blocks=_blocks(r, doc_start[r])))
+        local = counted[k][r].nonzero()[:, 0]
+        entries.append(torch.stack([target[r[local] + k], offset + local, k * n + r[local]]))
+        offset, before = offset + len(r), alive[k]
+    entry = torch.cat(entries, 1)
+    entry = entry[:, entry[0].argsort(stable=True)]
+    return RowPlan(
+        steps,
+        needed.nonzero()[:, 0].to(device, non_blocking=True),
+        positions.to(device, non_blocking=True),
+        int(positions.max()) + ttt_steps,
+        entry[1].to(device, non_blocking=True),
+        entry[0],
+        entry[2].to(device, non_blocking=True),
+        counted.sum(1),
+    )
+
+
+def _blocks(rows: Tensor, doc_start: Tensor) -> list[Block]:
+    """Cut the rows where a document or a block ends; a block's keys end with its last row."""
+    blocks, first = [], 0
+    for length in doc_start.unique_consecutive(return_counts=True)[1].tolist():
+        for start in range(first, first + length, QUERY_BLOCK):
+            end = min(start + QUERY_BLOCK, first + length)
+            blocks.append((start, end, int(doc_start[start]), int(rows[end - 1]) + 1))
+        first += length
+    return blocks

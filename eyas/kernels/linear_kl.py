@@ -1,0 +1,110 @@
+"""Linear layer + KL divergence against a target that is itself a linear layer, without keeping any logits.
+
+Both logit matrices exist for one chunk of rows only; the gradient is formed in the forward pass, so backward is a
+product with a scalar. A target row is softmaxed once, however many draft rows are compared with it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RowStats(NamedTuple):
+    """What each draft row [R] showed on the way, without gradient."""
+
+    kl: Tensor  # KL(target || draft) in nats, fp32 or wider
+    overlap: Tensor  # sum over the vocabulary of min(p, q): the chance that a sampled draft token is accepted
+    token: Tensor  # the draft's arg-max, int64
+    hit: Tensor  # bool: it equals the target's arg-max
+
+
+def linear_kl(
+    x: Tensor, weight: Tensor, target_x: Tensor, target_weight: Tensor, target_rows: Tensor, scale: Tensor
+) -> tuple[Tensor, RowStats]:
+    """sum_r scale[r] * KL(softmax(target_x[t_r] @ target_weight.T) || softmax(x[r] @ weight.T)), t = target_rows.
+
+    x [R, H], weight [Vd, H], target_x [M, H], target_weight [Vd, H] in one floating dtype (softmax and loss in fp32 at
+    least); target_rows [R] int64 on the CPU, ascending; scale [R] fp32 or wider. Gradients flow to x and, when it asks
+    for one, to weight; the target has none.
+    """
+    if not torch.is_grad_enabled():
+        x, weight = x.detach(), weight.detach()
+    loss, *stats = _LinearKL.apply(x, weight, target_x, target_weight, target_rows, scale)
+    return loss, RowStats(*stats)
+
+
+def reference_linear_kl(
+    x: Tensor, weight: Tensor, target_x: Tensor, target_weight: Tensor, target_rows: Tensor, scale: Tensor
+) -> tuple[Tensor, RowStats]:
+    """The same by plain autograd, all logits at once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    log_p = torch.log_softmax((target_x @ target_weight.T).to(wide), -1).detach()[target_rows]  # [R, Vd]
+    log_q = torch.log_softmax((x @ weight.T).to(wide), -1)  # [R, Vd]
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)  # [R]
+    token = log_q.argmax(-1)
+    overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+    stats = RowStats(kl.detach(), overlap.detach(), token, token == log_p.argmax(-1))
+    return (kl * scale).sum(), stats
+
+
+class _LinearKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, target_x, target_weight, target_rows, scale):
+        rows, vocab = x.shape[0], weight.shape[0]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # Chunks stay in a CPU's last-level cache; a GPU wants large products.
+        chunk = max(1, min(rows, (1 << 26 if x.is_cuda else 1 << 21) // vocab))
+        logits, q, p_rows, p = (x.new_empty(chunk, vocab, dtype=wide) for _ in range(4))
+        kl, overlap = (x.new_empty(rows, dtype=wide) for _ in range(2))
+        token, hit = x.new_empty(rows, dtype=torch.int64), x.new_empty(rows, dtype=torch.bool)
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        for start in range(0, rows, chunk):
+            part = slice(start, min(start + chunk, rows))
+            n, first, last = part.stop - start, int(target_rows[start]), int(target_rows[part.stop - 1])
+            local = (target_rows[part] - first).to(x.device, non_blocking=True)
+            z, pt, g = logits[: last + 1 - first], p[: last + 1 - first], q[:n]
+            lse, best = _softmax(target_x[first : last + 1], target_weight, z, pt)
+            entropy = lse - z.mul_(pt).sum(-1)  # of each target row
+            torch.index_select(pt, 0, local, out=p_rows[:n])  # [n, Vd]
+            z = logits[:n]
+            lse, token[part] = _softmax(x[part], weight, z, g)
+            hit[part] = token[part] == best[local]
+            g -= p_rows[:n]  # gradient of each row's KL to its logits
+            kl[part] = lse - p_rows[:n].mul_(z).sum(-1) - entropy[local]
+            overlap[part] = 1 - torch.abs(g, out=z).sum(-1) / 2
+            if grad_x is not None:
+                torch.mm(g.to(x.dtype), weight, out=grad_x[part])
+            if grad_weight is not None:
+                grad_weight.addmm_((g * scale[part, None]).T, x[part].to(wide))
+        if grad_x is not None:
+            grad_x *= scale[:, None]
+        ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(kl, overlap, token, hit)
+        return (kl * scale).sum(), kl, overlap, token, hit
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return *(None if g is None else g * grad for g in ctx.saved_tensors), None, None, None, None
+
+
+def _softmax(x: Tensor, weight: Tensor, logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Fill logits and probs [n, Vd] with those of x [n, H]; return each row's log-sum-exp and arg-max."""
+    if x.dtype == logits.dtype:
+        torch.mm(x, weight.T, out=logits)
+    else:
+        logits.copy_(x @ weight.T)
+    torch.softmax(logits, -1, out=probs)
+    top, best = _max(logits)
+    return top - probs.gather(1, best[:, None])[:, 0].log(), best
+
+
+def _max(x: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
+    """Row maxima and where they are: a maximum over blocks first, as arg-max over long rows is slow on a CPU."""
+    if x.shape[1] % block:
+        return x.max(-1)
+    blocks = x.view(x.shape[0], -1, block)  # [n, Vd / 64, 64]
+    top, where = blocks.amax(-1).max(-1)
+    inside = blocks.gather(1, where[:, None, None].expand(-1, 1, block))[:, 0].argmax(-1)
+    return top, where * block + inside

@@ -1,0 +1,102 @@
+"""Attention of the TTT steps: documents' step-0 keys, and each row's own keys of the later steps.
+
+Scores exist for one block of queries of one document only and are made again in backward, so nothing of the size
+tokens x tokens is kept. Step-0 attention returns its log-sum-exp; the own keys are merged through it.
+"""
+
+import torch
+from torch import Tensor
+
+Block = tuple[int, int, int, int]
+"""Queries first, last + 1 and keys first, last + 1 of one product; all keys are of the queries' document."""
+
+
+def ttt_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    own_keys: Tensor,
+    own_values: Tensor,
+    rows: Tensor,
+    blocks: list[Block],
+) -> Tensor:
+    """q [A, nh, d] -> [A, nh, d]; query a sees keys of its block up to row rows[a], and its own k keys.
+
+    keys, values [N, nkv, d]; own_keys, own_values [A, nkv, k, d], k >= 0; rows [A] int64 on q's device; `blocks`
+    cover the queries in order. RoPE is already applied. Softmax in fp32 at least, scale d ** -0.5.
+    """
+    out, lse = _DocumentAttention.apply(q, keys, values, rows, blocks)  # [A, nh, d], [A, nh]
+    if not own_keys.shape[2]:
+        return out
+    heads, (a, nkv, _, d) = q.shape[1], own_keys.shape
+    group = (a, nkv, heads // nkv, d)
+    own = q.view(group) @ own_keys.transpose(-1, -2) * d**-0.5  # [A, nkv, G, k]
+    share = torch.cat([lse.view(group[:3])[..., None], own.to(lse.dtype)], -1).softmax(-1).to(q.dtype)
+    merged = share[..., :1] * out.view(group) + share[..., 1:] @ own_values  # [A, nkv, G, d]
+    return merged.view(q.shape)
+
+
+class _DocumentAttention(torch.autograd.Function):
+    """Attention over step-0 keys alone -> (out [A, nh, d], log-sum-exp of the scores [A, nh])."""
+
+    @staticmethod
+    def forward(ctx, q, keys, values, rows, blocks):
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        for block in blocks:
+            queries, _ = _slices(block)
+            scores, _, v = _scores(q, keys, values, rows, block)
+            probs = scores.softmax(-1)
+            n = block[1] - block[0]
+            out[queries] = _rows_first(probs.to(q.dtype) @ v, n)
+            # the largest probability is exp(largest score - lse)
+            lse[queries] = _rows_first((scores.amax(-1) - probs.amax(-1).log())[..., None], n)[..., 0]
+        ctx.save_for_backward(q, keys, values, rows, out)
+        ctx.blocks = blocks
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        q, keys, values, rows, out = ctx.saved_tensors
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
+        # d loss / d score = prob * (grad_out . value - grad_out . out + grad_lse)
+        offset = (grad_out * out).to(grad_lse.dtype).sum(-1) - grad_lse  # [A, nh]
+        nkv = keys.shape[1]
+        for block in ctx.blocks:
+            queries, cells = _slices(block)
+            scores, k, v = _scores(q, keys, values, rows, block)
+            qb, gb = _heads_first(q[queries], nkv), _heads_first(grad_out[queries], nkv)  # [nkv, n * G, d]
+            probs = scores.softmax(-1)
+            grad_v[cells] += (probs.to(q.dtype).transpose(1, 2) @ gb).transpose(0, 1)
+            shift = -_heads_first(offset[queries][..., None], nkv).to(q.dtype)  # [nkv, n * G, 1]
+            grad_s = torch.baddbmm(shift, gb, v.transpose(1, 2)).mul_(probs)
+            grad_q[queries] = _rows_first(grad_s @ k, block[1] - block[0])
+            grad_k[cells] += (grad_s.transpose(1, 2) @ qb).transpose(0, 1)
+        scale = q.shape[-1] ** -0.5
+        return grad_q.mul_(scale), grad_k.mul_(scale), grad_v, None, None
+
+
+def _slices(block: Block) -> tuple[slice, slice]:
+    return slice(block[0], block[1]), slice(block[2], block[3])
+
+
+def _scores(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled and masked scores [nkv, n * G, T] of a block, with its keys and values [nkv, T, d]."""
+    queries, cells = _slices(block)
+    heads, nkv = q.shape[1], keys.shape[1]
+    k, v = keys[cells].transpose(0, 1), values[cells].transpose(0, 1)
+    visible = torch.arange(block[2], block[3], device=q.device) <= rows[queries, None, None]  # [n, 1, T]
+    mask = torch.where(visible, 0.0, float("-inf")).to(q.dtype)
+    mask = mask.expand(-1, heads // nkv, -1).reshape(-1, k.shape[1])  # [n * G, T]
+    scores = torch.baddbmm(mask, _heads_first(q[queries], nkv), k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+    return scores.to(torch.promote_types(q.dtype, torch.float32)), k, v
+
+
+def _heads_first(x: Tensor, nkv: int) -> Tensor:
+    """[n, nh, c] -> [nkv, n * G, c]"""
+    n, heads, c = x.shape
+    return x.view(n, nkv, heads // nkv, c).transpose(0, 1).reshape(nkv, -1, c)
+
+
+def _rows_first(x: Tensor, n: int) -> Tensor:
+    """[nkv, n * G, c] -> [n, nh, c]"""
+    return x.view(x.shape[0], n, -1, x.shape[2]).transpose(0, 1).reshape(n, -1, x.shape[2])

@@ -1,0 +1,71 @@
+"""Model: does the draft build, and does training it fit into the memory that is really there?"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from eyas.config import TrainConfig
+from eyas.draft import Eagle3DraftConfig, Eagle3DraftModel
+from eyas.preflight.finding import Check, Finding, Subject
+
+
+def draft_builds_and_fits(s: Subject) -> Iterator[Finding]:
+    with torch.device("meta"):  # shapes alone: nothing is allocated
+        model = Eagle3DraftModel(s.shape, *s.tables)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    text = f"{trained:,} trainable parameters, {s.shape.draft_vocab_size:,} of {s.shape.vocab_size:,} token ids"
+    yield Finding("info", text, evidence=s.shape.to_dict())
+    device = s.config.torch_device()
+    share = float(s.store.supervised_counts.sum() / s.store.lengths.sum())
+    parts = memory_parts(s.shape, s.config.train, trained, share, device)
+    need, free = sum(parts.values()), available_memory(device)
+    listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+    text = f"training takes about {need / 1e9:.2f} GB ({listed}); {free / 1e9:.2f} GB are free on {device}"
+    level = "error" if need > free else "warning" if need > 0.8 * free else "info"
+    hint = "" if level == "info" else "lower train.batch_tokens or train.ttt_steps, or free memory"
+    yield Finding(level, text, hint, {"need_bytes": need, "free_bytes": free, "parts": parts})
+
+
+def memory_parts(
+    c: Eagle3DraftConfig, train: TrainConfig, trained: int, share: float, device: str
+) -> dict[str, int]:
+    """Bytes at the peak of training, by what they are for. `share`: part of the tokens that is supervised."""
+    half = train.dtype == "bfloat16" or (train.dtype == "auto" and device == "cuda")
+    rows, width, heads = train.batch_tokens, 2 if half else 4, c.num_attention_heads + c.num_key_value_heads
+    kept = min(rows, int(rows * share) + train.ttt_steps)  # rows that a loss hangs on
+    # What backward needs: of each row the aux states, embedding, step-0 keys and values; of each kept row and TTT
+    # step the inputs of every product and norm.
+    once = (c.num_aux + 4) * c.hidden_size + 2 * heads * c.head_dim
+    per_step = 10 * c.hidden_size + 4 * heads * c.head_dim + 4 * c.intermediate_size
+    frozen = (c.vocab_size + c.draft_vocab_size * (1 if c.train_lm_head else 2)) * c.hidden_size
+    return {
+        "weights": trained * (6 if half else 4),
+        "gradients": trained * 4,
+        "optimizer": trained * 8,
+        "frozen": frozen * width,
+        "activations": width * (rows * once + kept * per_step * train.ttt_steps),
+    }
+
+
+def available_memory(device: str, root: Path = Path("/")) -> int:
+    """Free bytes of the GPU; or of the host, where a container's limit counts as well as what the machine has."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info()[0]
+    lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    rooms = [int(lines["MemAvailable"].split()[0]) * 1024]
+    mount, own = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    group = (
+        next((g[3:] for g in own.read_text().splitlines() if g.startswith("0::")), "/") if own.is_file() else "/"
+    )
+    above = [mount / group.lstrip("/"), *(mount / group.lstrip("/")).parents]
+    limits = [(g, "memory.max", "memory.current") for g in above]  # version 2: every group above counts too
+    for folder, most, now in [*limits, (mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")]:
+        if (folder / most).is_file() and (limit := (folder / most).read_text().strip()) != "max":
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            cached = int(stat.get("total_inactive_file", stat["inactive_file"]))  # given up when memory is short
+            rooms.append(int(limit) - int((folder / now).read_text()) + cached)
+    return min(rooms)
+
+
+CHECKS = [Check("memory", "model", ("store",), draft_builds_and_fits)]

@@ -1,0 +1,157 @@
+"""The target, run by transformers."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eyas.errors import EyasError
+from eyas.progress import console
+from eyas.target.spec import TargetSpec, check_aux_layers
+from eyas.target.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A sample's states, CPU, in the model's dtype: aux [T, A, H] low to high, last [T, H] PRE final norm."""
+
+    aux: Tensor
+    last: Tensor
+
+
+class Target:
+    """A loaded target. `.model` is the transformers causal LM, in eval mode and without gradients."""
+
+    def __init__(self, model: nn.Module, spec: TargetSpec, trust_remote_code: bool = False):
+        self.model: Any = model.eval().requires_grad_(False)
+        self.spec, self.trust_remote_code = spec, trust_remote_code
+        self.decoder, self.blocks = _decoder(model, spec)
+
+    @classmethod
+    def load(
+        cls,
+        spec: TargetSpec,
+        dtype: str = "auto",
+        device: str = "cpu",
+        attention: str = "sdpa",
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """Load the weights. dtype "auto": the checkpoint's own on a GPU, float32 on a CPU. Raises EyasError."""
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        if console.quiet or not sys.stderr.isatty():
+            disable_progress_bar()
+
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else spec.dtype
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                spec.path,
+                dtype=getattr(torch, dtype),
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+            )
+        except (ImportError, ValueError, KeyError) as e:
+            hint = f"target.attention is {attention}; models with code of their own need target.trust_remote_code"
+            raise EyasError(f"{spec.path}: transformers cannot load the target: {e}", hint) from e
+        return cls(model.to(device), spec, trust_remote_code)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.spec, self.trust_remote_code)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @cached_property
+    def cache_argument(self) -> str:
+        """Name of the KV cache argument of `model(...)`: transformers renames it in the course of version 5."""
+        return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+
+    @torch.inference_mode()
+    def capture(self, batch: list[list[int]], aux_layers: list[int]) -> list[Captured]:
+        """States of each sample at the boundaries `aux_layers`, and at boundary L, which enters the final norm.
+
+        Boundary i is the input of block i; boundary L the output of the last block. A batch gives the states that
+        its samples have alone. lm_head is not computed. Raises EyasError for unfit layers or samples.
+        """
+        last = self.spec.num_layers
+        wanted = {*check_aux_layers(aux_layers, last), last}
+        if any(len(ids) == 0 for ids in batch):
+            raise EyasError("a sample without tokens cannot be run")
+        width = max(map(len, batch))
+        # Padding stands on the right, where no real token of a causal decoder sees it: no mask is needed, and
+        # attention takes the same fast causal path for a batch as for a sample alone.
+        padded = [[*ids, *[ids[-1]] * (width - len(ids))] for ids in batch]
+        with self._boundaries(wanted) as states:
+            self.decoder(input_ids=torch.tensor(padded, device=self.device), use_cache=False)
+        if missing := sorted(wanted - states.keys()):
+            raise EyasError(
+                f"{self.spec.name}: boundaries {missing} were never passed; does the model skip blocks?"
+            )
+        captured = []
+        for row, ids in enumerate(batch):
+            own = {i: state[row, : len(ids)] for i, state in states.items()}  # [T, H]
+            captured.append(
+                Captured(torch.stack([own[i] for i in aux_layers], 1).cpu(), own[last].to("cpu", copy=True))
+            )
+        return captured
+
+    @contextmanager
+    def _boundaries(self, wanted: set[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect the boundary states [B, T, H] of one forward pass. The hooks go away whatever happens."""
+        states: dict[int, Tensor] = {}
+
+        def keep(index: int, value: Any) -> None:
+            state = value[0] if isinstance(value, tuple) else value
+            found = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
+            if not isinstance(state, Tensor) or state.dim() != 3 or state.shape[-1] != self.spec.hidden_size:
+                raise EyasError(
+                    f"{self.spec.name}: boundary {index} is {found}, expected [B, T, {self.spec.hidden_size}]",
+                    f"blocks of {self.spec.model_type} do not hand one hidden state on; it cannot be a target",
+                )
+            states[index] = state
+
+        def enter(index: int, _: nn.Module, args: tuple, kwargs: dict) -> None:
+            keep(index, args[0] if args else kwargs.get("hidden_states"))
+
+        def leave(_: nn.Module, __: tuple, output: Any) -> None:
+            keep(len(self.blocks), output)
+
+        inner = sorted(wanted - {len(self.blocks)})
+        handles = [self.blocks[i].register_forward_pre_hook(partial(enter, i), with_kwargs=True) for i in inner]
+        handles.append(self.blocks[-1].register_forward_hook(leave))
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _decoder(model: nn.Module, spec: TargetSpec) -> tuple[nn.Module, nn.ModuleList]:
+    """The decoder and its blocks: the list of `num_layers` modules whose parent also holds the embedding."""
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    found = []
+    for name, blocks in lists.items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        embeds = any(
+            isinstance(m, nn.Embedding) and m.num_embeddings >= spec.vocab_size for m in parent.children()
+        )
+        if len(blocks) == spec.num_layers and embeds:
+            found.append((parent, blocks))
+    if len(found) != 1:
+        seen = ", ".join(f"{name} ({len(blocks)})" for name, blocks in list(lists.items())[:6]) or "none"
+        raise EyasError(
+            f"{spec.name}: expected one decoder with an embedding of {spec.vocab_size} rows and a list of "
+            f"{spec.num_layers} blocks, found {len(found)}; module lists: {seen}",
+            f"{type(model).__name__} is built in a way eyas does not know",
+        )
+    return found[0]

@@ -1,0 +1,34 @@
+"""The target's tokenizer and chat template: the only way text becomes ids."""
+
+from typing import Any
+
+from eyas.errors import EyasError
+from eyas.target.spec import TargetSpec
+
+
+def load_tokenizer(spec: TargetSpec, trust_remote_code: bool = False) -> Any:
+    """The target's tokenizer, without the model. Raises EyasError if it does not load or has no chat template."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as e:
+        hint = "set target.trust_remote_code if the tokenizer comes with code you have read"
+        raise EyasError(f"{spec.path}: the tokenizer does not load ({type(e).__name__}: {e})", hint) from e
+    if not tokenizer.chat_template:
+        raise EyasError(
+            f"{spec.path}: the tokenizer has no chat template",
+            "use an instruct model, or add a chat_template.jinja",
+        )
+    return tokenizer
+
+
+def prompt_ids(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> list[int]:
+    """Ids of `messages` with the generation prompt behind them: what a server feeds the target."""
+    return list(
+        tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+    )
