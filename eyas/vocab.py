@@ -1,7 +1,7 @@
 """The draft vocabulary: which target ids the draft can say, as `d2t` and `t2d`.
 
-`d2t` [Vd] int64 holds offsets: draft id i stands for target id i + d2t[i]. `t2d` [V] bool is True on kept target ids.
-Draft ids ascend with target ids, so `flatnonzero(t2d) == arange(Vd) + d2t`.
+`d2t` [Vd] int64 holds offsets: draft id i stands for target id i + d2t[i]. `t2d` [V] bool is True on kept target
+ids. Draft ids ascend with target ids, so `flatnonzero(t2d) == arange(Vd) + d2t`.
 """
 
 from pathlib import Path
@@ -17,16 +17,15 @@ from eyas.progress import say
 from eyas.target.spec import TargetSpec
 
 
-def pinned_ids(tokenizer: Any) -> list[int]:
-    """Ids that are kept whatever the corpus: added tokens, but for reserved ones, and the 256 single bytes."""
+def vocab_facts(tokenizer: Any) -> dict[str, Any]:
+    """What this stage needs of a tokenizer, noted by prepare: ids to keep whatever the corpus, and the length."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    vocab = tokenizer.get_vocab()
-    idle = ("reserved", "unused", "placeholder", "extra_id")
+    vocab, idle = tokenizer.get_vocab(), ("reserved", "unused", "placeholder", "extra_id")
     added = [i for i, t in tokenizer.added_tokens_decoder.items() if not any(w in t.content for w in idle)]
-    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
-    single = fallback if fallback[0] in vocab else ByteLevel.alphabet()
-    return sorted({*added, *(vocab[s] for s in single if s in vocab)})
+    bytes = [f"<0x{byte:02X}>" for byte in range(256)] if "<0x00>" in vocab else ByteLevel.alphabet()
+    byte_ids = sorted(vocab[s] for s in bytes if s in vocab)
+    return {"added_ids": added, "byte_ids": byte_ids, "tokenizer_length": max(vocab.values()) + 1}
 
 
 def build_vocab_mapping(
@@ -42,12 +41,7 @@ def build_vocab_mapping(
     usable = V if usable is None else min(usable, V)
     if not 1 <= size <= usable:
         raise EyasError(f"vocab.size: expected 1 to {usable} (the target's real tokens), found {size}")
-    if (
-        counts.ndim != 1
-        or counts.min() < 0
-        or counts[usable:].any()
-        or (len(pins) and not 0 <= pins[0] <= pins[-1] < usable)
-    ):
+    if counts[usable:].any() or (len(pins) and not 0 <= pins[0] <= pins[-1] < usable):
         raise EyasError(f"counts and pinned ids must lie in the {usable} real tokens of a vocabulary of {V}")
     if len(pins) > size:
         raise EyasError(f"vocab.size {size} is less than the {len(pins)} pinned ids", f"use at least {len(pins)}")
@@ -89,21 +83,15 @@ def check_vocab_mapping(d2t: Any, t2d: Any, vocab_size: int) -> None:
     if offsets.ndim != 1 or offsets.dtype != np.int64:
         raise EyasError(f"d2t: expected 1-D int64, found {offsets.dtype} of shape {offsets.shape}")
     hint = "d2t holds offsets: target id = draft id + d2t[draft id]"
-    targets = np.arange(len(offsets)) + offsets
-    for row in np.flatnonzero((targets < 0) | (targets >= vocab_size))[:1]:
-        raise EyasError(
-            f"d2t: draft row {row} decodes to target id {targets[row]}, outside 0..{vocab_size - 1}", hint
-        )
-    for row in np.flatnonzero(np.diff(targets) <= 0)[:1]:
-        if same := np.flatnonzero(targets == targets[row + 1])[:-1].tolist():
-            raise EyasError(
-                f"d2t: draft rows {same[0]} and {row + 1} both decode to target id {targets[row + 1]}", hint
-            )
-        raise EyasError(f"d2t: target ids do not ascend at draft row {row + 1}", hint)
-    if not np.array_equal(np.flatnonzero(kept), targets):
-        raise EyasError(
-            f"t2d keeps {kept.sum()} ids, d2t decodes to {len(targets)}; they must be the same ids", hint
-        )
+    ids = np.arange(len(offsets)) + offsets
+    for row in np.flatnonzero((ids < 0) | (ids >= vocab_size))[:1]:
+        raise EyasError(f"d2t: draft row {row} decodes to target id {ids[row]}, outside 0..{vocab_size - 1}", hint)
+    for row in np.flatnonzero(np.diff(ids) <= 0)[:1] + 1:
+        if same := np.flatnonzero(ids[:row] == ids[row]).tolist():
+            raise EyasError(f"d2t: draft rows {same[0]} and {row} both decode to target id {ids[row]}", hint)
+        raise EyasError(f"d2t: target ids do not ascend at draft row {row}", hint)
+    if not np.array_equal(np.flatnonzero(kept), ids):
+        raise EyasError(f"t2d keeps {kept.sum()} ids, d2t decodes to {len(ids)}: not the same ids", hint)
 
 
 def read_vocab_mapping(folder: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray] | None:
@@ -125,46 +113,40 @@ def run(ctx: Context) -> dict[str, Any]:
     spec = TargetSpec.load(ctx.config.target.model, ctx.config.target.revision)
     path, V, size = ctx.input("prepare") / "samples.parquet", spec.vocab_size, ctx.config.vocab.size
     noted = read_metadata(path)
-    counts = {split: np.zeros(V, dtype=np.int64) for split in ("train", "heldout")}
+    split = {name: np.zeros(V, dtype=np.int64) for name in ("train", "heldout")}
     for sample in read_samples(path, target=spec):
         if (highest := sample.token_ids.max()) >= V:
             hint = "tokenizer and model do not belong together"
             raise EyasError(f"{path}: sample {sample.id} has token id {highest}, the target has {V} ids", hint)
-        counts[sample.split] += np.bincount(sample.token_ids[sample.loss_mask], minlength=V)
-    usable = min(noted["tokenizer_length"], V)
-    pins = [i for i in {*noted["pinned_ids"], *spec.eos_token_ids} if i < usable]
+        split[sample.split] += np.bincount(sample.token_ids[sample.loss_mask], minlength=V)
+    counts, usable = split["train"], min(noted["tokenizer_length"], V)
+    pinned = sorted({i for i in [*noted["added_ids"], *spec.eos_token_ids] if i < usable})
     d2t, t2d = np.zeros(V, dtype=np.int64), np.ones(V, dtype=np.bool_)
     if size < V:
-        d2t, t2d = build_vocab_mapping(counts["train"], min(size, usable), pins, usable)
+        # Any text can be said with the single bytes, so they rank with the 512 most frequent ids.
+        ranked = counts.copy()
+        ranked[noted["byte_ids"]] = np.maximum(counts[noted["byte_ids"]], np.sort(counts)[-min(512, V)])
+        d2t, t2d = build_vocab_mapping(ranked, min(size, usable), pinned, usable)
         check_vocab_mapping(d2t, t2d, V)
         with atomic(ctx.out / "vocab.safetensors") as temporary:
             save_file({"d2t": d2t, "t2d": t2d}, temporary, {"format": "eyas-vocab", "d2t": "offsets"})
-    chosen = t2d.copy()
-    chosen[pins] = False
-    coverage = {k: round(float(n[t2d].sum() / n.sum()), 6) if n.any() else None for k, n in counts.items()}
+    coverage = {k: round(float(n[t2d].sum() / n.sum()), 6) if n.any() else None for k, n in split.items()}
+    by_frequency = int((np.delete(counts * t2d, pinned) > 0).sum())
     last = len(d2t) - 1
-    result = {
-        "counts": {
-            "target_vocab": V,
-            "draft_vocab": len(d2t),
-            "distinct": int((counts["train"] > 0).sum()),
-            "pinned": len(pins),
-            "by_frequency": int((counts["train"][chosen] > 0).sum()),
-            "never_seen": int((counts["train"][chosen] == 0).sum()),
-            "supervised": int(counts["train"].sum()),
-        },
+    say(
+        f"draft vocabulary: {len(d2t)} of {V} ids, {len(pinned)} pinned, {by_frequency} by frequency; covers "
+        f"{coverage['train']:.2%} of the supervised tokens (held out: {coverage['heldout'] or 0:.2%})"
+    )
+    if noted["tokenizer_length"] != V:
+        say(f"the tokenizer has {noted['tokenizer_length']} ids, the model {V}: ids of no token are never chosen")
+    never_seen = len(d2t) - len(pinned) - by_frequency
+    kept = {"pinned": len(pinned), "by_frequency": by_frequency, "never_seen": never_seen}
+    sizes = {"target_vocab": V, "draft_vocab": len(d2t), "distinct": int((counts > 0).sum())}
+    return {
+        "counts": sizes | kept | {"supervised": int(counts.sum())},
         "full_vocabulary": size >= V,
         "coverage": coverage["train"],
         "coverage_heldout": coverage["heldout"],
         "tokenizer_length": noted["tokenizer_length"],
-        "padding_rows": V - usable,
         "d2t": f"offsets: draft id {last} + {d2t[last]} = target id {last + d2t[last]}",
     }
-    say(
-        f"draft vocabulary {len(d2t)} of {V} ({len(pins)} pinned, {result['counts']['by_frequency']} by frequency, "
-        f"{result['counts']['never_seen']} never seen) covers {coverage['train']:.2%} of supervised tokens; "
-        f"d2t holds {result['d2t']}"
-    )
-    if noted["tokenizer_length"] != V:
-        say(f"the tokenizer has {noted['tokenizer_length']} ids, the model {V}: ids of no token are never chosen")
-    return result

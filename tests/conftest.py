@@ -1,6 +1,5 @@
 """Real things the tests work on: the demo's target, and tokenizers with their own chat templates."""
 
-import copy
 import os
 import shutil
 import subprocess
@@ -20,13 +19,6 @@ def unavailable(why: str):
     if os.environ.get("CI"):
         pytest.fail(why)
     pytest.skip(why)
-
-
-def with_template(tokenizer, template: str):
-    """The tokenizer with another chat template."""
-    changed = copy.copy(tokenizer)
-    changed.chat_template = template
-    return changed
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,7 @@ class Conversation:
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     answers: dict[int, Answer] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
 
     def content_hash(self) -> str:
         """sha256 over messages and tools: equal for rows that say the same, whatever their dialect."""
@@ -72,7 +72,7 @@ def parse(value: dict[str, Any]) -> Conversation:
             notes += _check_said(message, n)
     tools = _decoded(value["tools"], list, "tools") if value.get("tools") else None
     category = None if value.get("category") is None else str(value["category"])
-    found = Conversation("", category, messages, tools or None, answers, tuple(notes))
+    found = Conversation("", category, messages, tools or None, answers, notes)
     ids = [value[k] for k in ("id", "conversation_id", "uuid") if value.get(k) not in (None, "")]
     return replace(found, id=str(ids[0]) if ids else found.content_hash()[:16])
 

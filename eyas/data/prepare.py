@@ -23,12 +23,11 @@ from eyas.pipeline import Context
 from eyas.progress import bar, say, warn
 from eyas.target.spec import TargetSpec
 from eyas.target.tokenizer import load_tokenizer
-from eyas.vocab import pinned_ids
+from eyas.vocab import vocab_facts
 
 CHUNK = 256  # rows tokenised together
-COUNTS = (
-    "rows conversations samples train heldout quarantined duplicates truncated samples_dropped tokens supervised"
-)
+COUNTS = ("rows", "conversations", "samples", "train", "heldout", "quarantined", "duplicates", "truncated")
+COUNTS += ("samples_dropped", "think_tag_restored", "tokens", "supervised")
 
 
 def run(ctx: Context) -> dict[str, Any]:
@@ -38,8 +37,7 @@ def run(ctx: Context) -> dict[str, Any]:
     tokenizer = load_tokenizer(spec, target.trust_remote_code)
     regenerated = ctx.config.regenerate.mode != "none"
     sources = [str(ctx.input("regenerate") / "conversations.jsonl")] if regenerated else data.sources
-    noted = {"target": spec.name, "target_fingerprint": spec.fingerprint, "pinned_ids": pinned_ids(tokenizer)}
-    noted |= {"tokenizer_length": max(tokenizer.get_vocab().values()) + 1}
+    noted = {"target": spec.name, "target_fingerprint": spec.fingerprint, **vocab_facts(tokenizer)}
     noted |= {"supervise": data.supervise, "max_length": data.max_length}
     total = min(count_lines(sources), data.limit or 1 << 62)
     with (
@@ -58,7 +56,7 @@ class _Preparation:
 
     def __init__(self, config: DataConfig, template: Template, quarantine: IO[str]):
         self.config, self.template, self.quarantine = config, template, quarantine
-        self.counts = Counter(dict.fromkeys((*COUNTS.split(), "think_tag_restored"), 0))
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.reasons: Counter[str] = Counter()
         self.examples: list[list[Any]] = []
         self.contents: set[str] = set()
@@ -106,7 +104,7 @@ class _Preparation:
         id = f"{conversation.id}-{content[:16]}" if conversation.id in self.ids else conversation.id
         self.contents.add(content)
         self.ids.add(id)
-        self.counts.update(conversation.notes)
+        self.counts.update(dict.fromkeys(conversation.notes, 1))
         self.counts.update({"conversations": 1, "samples_dropped": len(rendered) - len(kept)})
         bos = self.template.tokenizer.bos_token_id
         for k, r in enumerate(kept, 1):
@@ -143,26 +141,22 @@ class _Preparation:
         share = n["supervised"] / n["tokens"]
         warnings = [f"{count} × {note}" for note, count in self.template.notes.items() if count]
         if share >= 0.95:
-            warnings.append(
-                f"{share:.1%} of the tokens are supervised: does the template render the user's turns?"
-            )
+            warnings.append(f"{share:.1%} of the tokens are supervised: are the user's turns in the samples?")
         if n["quarantined"] > 0.05 * n["rows"]:
             warnings.append(f"{n['quarantined']} of {n['rows']} rows are set aside, see {quarantine}")
         if self.config.heldout and not n["heldout"]:
             warnings.append(f"none of {n['conversations']} conversations fell to the held-out side")
+        first = "".join(text for text, supervised in self.examples[0] if supervised)
         say(
             f"{n['samples']} samples ({n['train']} train, {n['heldout']} held out) of {n['tokens']} tokens, "
             f"{n['supervised']} supervised ({share:.1%}); of {n['rows']} rows {n['quarantined']} set aside, "
-            f"{n['duplicates']} duplicates; {n['truncated']} samples cut"
+            f"{n['duplicates']} duplicates; {n['truncated']} samples cut\n"
+            f"supervised in the first sample: {escape(repr(first[:200]))}"
         )
-        first = "".join(text for text, supervised in self.examples[0] if supervised)
-        say(f"supervised in the first sample: {escape(repr(first[:200]))}")
         for text in warnings:
             warn(escape(text))
-        share = round(share, 4)
-        return {"counts": dict(n), "supervised_share": share, "reasons": reasons, "warnings": warnings} | {
-            "examples": self.examples
-        }
+        found = {"reasons": reasons, "warnings": warnings, "examples": self.examples}
+        return {"counts": dict(n), "supervised_share": round(share, 4)} | found
 
 
 def _draw(conversation: Conversation) -> float:
@@ -170,4 +164,4 @@ def _draw(conversation: Conversation) -> float:
     i = conversation.first_user_turn()
     text = conversation.content_hash() if i is None else conversation.messages[i]["content"]
     text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:6], "big") / 2**48
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48

@@ -48,6 +48,10 @@ def count_lines(sources: list[str]) -> int:
 def _row(file: str, number: int, value: Any) -> Row:
     if not isinstance(value, dict):
         return Row(file, number, error=f"expected an object, found {type(value).__name__}")
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return Row(file, number, error="holds half of a surrogate pair, which is not text")
     return Row(file, number, value)
 
 
@@ -55,28 +59,21 @@ def _jsonl(path: Path) -> Iterator[Row]:
     # Row by row: a reader that guesses column types fails on the first row whose `tool_calls` is not null.
     with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
-            if not line.strip():
-                continue
             try:
-                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except json.JSONDecodeError as e:
-                yield Row(str(path), number, error=f"not valid JSON: {e.msg} at column {e.colno}")
-            except UnicodeDecodeError as e:
-                yield Row(str(path), number, error=f"not valid UTF-8 at byte {e.start}")
-            else:
-                yield _row(str(path), number, value)
+                if line.strip():
+                    yield _row(str(path), number, json.loads(line.decode("utf-8-sig")))
+            except ValueError as e:  # not JSON, or not UTF-8
+                yield Row(str(path), number, error=f"not valid JSON: {e}")
 
 
 def _json(path: Path) -> Iterator[Row]:
+    hint = "a file with one object a line must be named .jsonl"
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as e:
-        hint = "a file with one object a line must be named .jsonl"
-        raise EyasError(f"{path}: not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}", hint) from e
-    except UnicodeDecodeError as e:
-        raise EyasError(f"{path}: not valid UTF-8 at byte {e.start}") from e
+    except ValueError as e:
+        raise EyasError(f"{path}: not valid JSON: {e}", hint) from e
     if not isinstance(values, list):
-        raise EyasError(f"{path}: expected a list of rows, found {type(values).__name__}")
+        raise EyasError(f"{path}: expected a list of rows, found {type(values).__name__}", hint)
     for number, value in enumerate(values, 1):
         yield _row(str(path), number, value)
 

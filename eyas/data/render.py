@@ -1,9 +1,9 @@
 """Messages to ids by the target's own chat template, with the loss mask taken from where its renderings divide.
 
 For assistant turn i, `served` = messages before i and the generation prompt (what a server feeds the target),
-`whole` = messages up to and with i. What follows `served` in `whole`, up to the end-of-turn token, is what the target
-is to say. Where the two do not line up, the turn is rendered again with a mark in place of its text: what stands
-before and behind the mark is the template's, and `whole` must be exactly that around the text, or the row is bad.
+`whole` = messages up to and with i. What follows `served` in `whole`, up to the end-of-turn token, is what the
+target is to say. Where the two do not line up, the turn is rendered again with a mark in place of its text: what
+stands around the mark is the template's, and `whole` must be exactly that around the text, or the row is bad.
 """
 
 import json
@@ -79,7 +79,7 @@ class Template:
         return self.tokenizer(texts, **plain)["input_ids"] if texts else []
 
     def tokenize(self, turns: list[Turn]) -> list[tuple[list[int], list[int]]]:
-        """(prompt ids, answer ids) of each turn, tokenised apart: a server does not tokenise what the target says."""
+        """(prompt ids, answer ids) of each turn, tokenised apart: a server never tokenises what is answered."""
         prompts, answers = self.ids([t.prompt for t in turns]), self.ids([t.answer for t in turns])
         if self.adds_space:
             wholes = zip(prompts, answers, self.ids([t.prompt + t.answer for t in turns]), strict=True)

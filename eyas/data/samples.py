@@ -73,15 +73,13 @@ def read_metadata(path: Path) -> dict[str, Any]:
         noted = json.loads((pq.read_schema(path).metadata or {}).get(b"eyas", b"{}"))
     except (pa.ArrowException, OSError) as e:
         raise EyasError(f"{path}: not a readable samples file: {e}", "run `eyas prepare` again") from e
-    if noted.get("format") != FORMAT:
-        raise EyasError(
-            f"{path}: expected format {FORMAT}, found {noted.get('format')}", "run `eyas prepare` again"
-        )
+    if (found := noted.get("format")) != FORMAT:
+        raise EyasError(f"{path}: expected format {FORMAT}, found {found}", "run `eyas prepare` again")
     return noted
 
 
 def read_samples(path: Path, split: str | None = None, target: Any = None) -> list[Sample]:
-    """The samples of one split (or all), in order. `target` (a TargetSpec): refuse samples prepared for another."""
+    """The samples of one split (or all), in order; those made for another `target` (TargetSpec) are refused."""
     import pyarrow.parquet as pq
 
     noted = read_metadata(path)

@@ -1,9 +1,10 @@
 """The evaluate stage: every prompt decoded plainly and with the draft; acceptance, identity and speed.
 
-`outputs.jsonl` has one line a prompt: {set, id, category, prompt, token_ids, pieces (text of each token), rounds
-(accepted draft tokens of each round), identical, verdict, ...}. The first token comes from the prompt's own pass, then
-each round gives its accepted tokens and one of the target's own (unless the end of the answer cut it). Decoding goes
-on after the last line that a killed run left; seconds differ between runs and are kept apart, under logs/.
+`outputs.jsonl`, a line a prompt: {set, id, category, prompt, prompt_ids, token_ids, pieces (each token's
+text), rounds (accepted draft tokens of each), identical, verdict, ...}. The first token comes from the
+prompt's own pass; each round gives its accepted tokens and one of the target's own, unless the answer ended
+before. A killed run goes on after its last line. Seconds differ between runs and are kept apart: line i of
+`logs/seconds.jsonl` belongs to output i.
 """
 
 import json
@@ -12,12 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eyas.decode.engine import longest, parting, plain_decode, speculative_decode
+from eyas.decode.engine import compare, longest, plain_decode, speculative_decode
 from eyas.decode.prompts import Prompt, file_prompts, heldout_prompts
 from eyas.decode.stats import DEFINITIONS, acceptance
 from eyas.draft.io import load_draft
 from eyas.draft.model import Eagle3DraftModel
-from eyas.errors import EyasError
 from eyas.files import write_text
 from eyas.pipeline import Context
 from eyas.progress import bar, warn
@@ -25,174 +25,143 @@ from eyas.target.backend import Target
 from eyas.target.spec import TargetSpec
 from eyas.target.weights import TargetWeights
 
-MIN_ROUNDS = 400  # the standard error of tau is then about 0.05
-MIN_TRAINING = 100  # samples; below, the figures only show that the pipeline works
+MIN_ROUNDS = 400  # below, the standard error of tau is above 0.05
+MIN_TRAINING = 100  # samples; below, figures only show that the pipeline works
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Decode the held-out prompts and those of `evaluate.prompts`. Top-level figures are the held-out set's."""
-    config = ctx.config
-    spec = TargetSpec.load(config.target.model, config.target.revision)
-    target = Target.load(
-        spec,
-        config.target.dtype,
-        config.torch_device(),
-        config.target.attention,
-        config.target.trust_remote_code,
-    )
+    """Decode the held-out prompts and those of `evaluate.prompts`; top-level figures are the held-out set's.
+
+    `ok` is False when an output differs from plain decoding beyond a tie.
+    """
+    own, config = ctx.config.target, ctx.config.evaluate
+    spec = TargetSpec.load(own.model, own.revision)
+    target = Target.load(spec, own.dtype, ctx.config.torch_device(), own.attention, own.trust_remote_code)
     draft = load_draft(ctx.input("train"), TargetWeights(spec)).to(target.device, target.model.dtype)
-    prompts = heldout_prompts(ctx.input("prepare") / "samples.parquet", spec, config.evaluate.heldout_prompts)
-    more, bad = file_prompts(config.evaluate, target.tokenizer)
+    prompts = heldout_prompts(ctx.input("prepare") / "samples.parquet", spec, config.heldout_prompts)
+    more, bad = file_prompts(config, target.tokenizer)
     limit = longest(target, draft)
-    long = [p for p in prompts + more if len(p.token_ids) >= limit]
-    prompts = [p for p in prompts + more if len(p.token_ids) < limit]
-    _decode_all(target, draft, prompts, config.evaluate.max_new_tokens, config.evaluate.draft_tokens, ctx.out)
+    fit = [p for p in prompts + more if len(p.prompt_ids) < limit]
+    rows, seconds = decode_all(target, draft, fit, config.max_new_tokens, config.draft_tokens, ctx.out)
+    result = summarise(rows, seconds, config.draft_tokens)
+
     trained = json.loads((ctx.input("prepare") / "result.json").read_text())["counts"]
-    result = summarise(_read(ctx.out / "outputs.jsonl"), _seconds(ctx.out), config.evaluate.draft_tokens)
     result["training"] = {"samples": trained["train"], "supervised_tokens": trained["supervised"]}
-    result["counts"] |= {"refused": len(long), "bad_rows": len(bad)}
-    warnings = result["warnings"]
-    if long:
-        ids = ", ".join(p.id for p in long[:3])
-        warnings.append(f"{len(long)} prompts fill all {limit} positions and were not decoded: {ids}")
+    result["counts"] |= {"refused": len(prompts + more) - len(fit), "bad_rows": len(bad)}
+    if refused := result["counts"]["refused"]:
+        result["warnings"].append(f"{refused} prompts fill all {limit} positions and were not decoded")
     if bad:
-        warnings.append(f"{len(bad)} rows of the prompt files were set aside; the first: {bad[0]}")
+        result["warnings"].append(f"{len(bad)} rows of the prompt files were set aside, the first: {bad[0]}")
     if trained["train"] < MIN_TRAINING:
-        warnings.append(f"trained on {trained['train']} samples only: a smoke test, not a measure of quality")
-    for text in warnings:
+        result["warnings"].append(f"trained on {trained['train']} samples: a smoke test, no measure of quality")
+    for text in result["warnings"]:
         warn(text)
     return result
 
 
-def _decode_all(
+def decode_all(
     target: Target, draft: Eagle3DraftModel, prompts: list[Prompt], new_tokens: int, draft_tokens: int, out: Path
-) -> None:
-    """Decode every prompt that `outputs.jsonl` does not hold yet, appending whole lines."""
-    path = out / "outputs.jsonl"
-    done = _read(path)
-    if [(r["set"], r["id"]) for r in done] != [(p.set, p.id) for p in prompts[: len(done)]]:
-        done = []
-    write_text(path, "".join(_line(r) for r in done))  # without the half line of a killed run
+) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """Decode what `outputs.jsonl` does not hold yet. Returns its rows and their seconds {plain, speculative}."""
+    paths = (out / "outputs.jsonl", out / "logs" / "seconds.jsonl")
+    rows, seconds = (_whole_lines(p) for p in paths)
+    done = min(len(rows), len(seconds))
+    del rows[done:], seconds[done:]
+    for path, kept in zip(paths, (rows, seconds), strict=True):
+        write_text(path, "".join(map(_line, kept)))
     limit = longest(target, draft)
-    for prompt in prompts[len(done) :][:1]:  # warm up: first calls allocate and choose kernels
-        room = min(4, limit - len(prompt.token_ids))
-        plain_decode(target, prompt.token_ids, room)
-        speculative_decode(target, draft, prompt.token_ids, room, draft_tokens)
     with (
-        open(path, "a") as outputs,
-        open(out / "logs" / "seconds.jsonl", "a") as seconds,
-        bar("evaluate", len(prompts), "prompts") as progress,
+        open(paths[0], "a") as outputs,
+        open(paths[1], "a") as times,
+        bar("evaluate", len(prompts), "prompts") as b,
     ):
-        progress.update(len(done))
-        for prompt in prompts[len(done) :]:
-            room = min(new_tokens, limit - len(prompt.token_ids))
-            plain = plain_decode(target, prompt.token_ids, room)
-            drafted = speculative_decode(target, draft, prompt.token_ids, room, draft_tokens)
-            compared = parting(target, prompt.token_ids, plain.token_ids, drafted.token_ids)
-            row = asdict(prompt) | {
-                "prompt": target.tokenizer.decode(prompt.token_ids),
-                "prompt_ids": prompt.token_ids,
+        b.update(done)
+        for number, prompt in enumerate(prompts[done:]):
+            ids, room = prompt.prompt_ids, min(new_tokens, limit - len(prompt.prompt_ids))
+            if number == 0:  # warm up: the first calls allocate and choose kernels
+                plain_decode(target, ids, min(room, 4))
+                speculative_decode(target, draft, ids, min(room, 4), draft_tokens)
+            plain = plain_decode(target, ids, room)
+            drafted = speculative_decode(target, draft, ids, room, draft_tokens)
+            verdict = compare(target, ids, plain.token_ids, drafted.token_ids)
+            answer = {
+                "prompt": target.tokenizer.decode(ids),
                 "token_ids": drafted.token_ids,
-                "pieces": _pieces(target.tokenizer, drafted.token_ids),
+                "pieces": pieces(target.tokenizer, drafted.token_ids),
                 "rounds": drafted.rounds,
                 "plain_tokens": len(plain.token_ids),
-                "identical": compared["verdict"] == "identical",
-                **compared,
+                "identical": verdict["verdict"] == "identical",
             }
-            # Seconds first: a row that is there has its seconds, and seconds without a row are overwritten.
-            times = {"set": prompt.set, "id": prompt.id, "plain": plain.seconds, "speculative": drafted.seconds}
-            for file, value in ((seconds, times), (outputs, row)):
+            rows.append(asdict(prompt) | answer | verdict)
+            seconds.append({"plain": plain.seconds, "speculative": drafted.seconds})
+            for file, value in ((times, seconds[-1]), (outputs, rows[-1])):
                 file.write(_line(value))
                 file.flush()
                 os.fsync(file.fileno())
-            progress.update(1, f"{len(drafted.token_ids) / drafted.seconds:.1f} tok/s")
+            b.update(1, f"{len(drafted.token_ids) / drafted.seconds:.1f} tok/s")
+    return rows, seconds
 
 
-def summarise(
-    rows: list[dict[str, Any]], seconds: dict[tuple[str, str], dict[str, Any]], draft_tokens: int
-) -> dict[str, Any]:
-    """The stage's result from the lines of `outputs.jsonl` and seconds by (set, id): figures of each set."""
-    sets: dict[str, Any] = {}
-    for name in dict.fromkeys(["heldout"] + [r["set"] for r in rows]):
-        own = [r for r in rows if r["set"] == name]
-        categories = sorted({r["category"] for r in own if r["category"] is not None})
-        sets[name] = _figures(own, seconds, draft_tokens) | {
-            "by_category": {
-                c: _figures([r for r in own if r["category"] == c], seconds, draft_tokens) for c in categories
-            }
-        }
-    warnings = [w for name, figures in sets.items() for w in _doubts(name, figures)]
-    counts = {"prompts": len(rows), "rounds": sum(len(r["rounds"]) for r in rows)}
-    counts |= {"tokens": sum(len(r["token_ids"]) for r in rows)}
-    if counts["tokens"] > counts["prompts"] and not counts["rounds"]:
-        raise EyasError("the draft was never used: answers have more than one token, but no round drafted any")
-    if not sets["heldout"]["prompts"]:
-        sets.pop("heldout")
-    whole = _figures([r for r in rows if r["set"] == "heldout"], seconds, draft_tokens) | {"by_category": {}}
+def summarise(rows: list[dict[str, Any]], seconds: list[dict[str, float]], draft_tokens: int) -> dict[str, Any]:
+    """The stage's result: figures of each set and category. A figure that cannot be had is None, with its reason."""
+
+    def figures(**match: Any) -> dict[str, Any]:
+        pairs = zip(rows, seconds, strict=True)
+        own = [(r, s) for r, s in pairs if all(r[k] == v for k, v in match.items())]
+        found = acceptance([(len(r["token_ids"]), r["rounds"]) for r, _ in own], draft_tokens)
+        verdicts = [r["verdict"] for r, _ in own]
+        found |= {"prompts": len(own), "identical": verdicts.count("identical")}
+        found |= {"ties": verdicts.count("tie"), "different": verdicts.count("different")}
+        speeds = dict.fromkeys(("baseline_tok_s", "speculative_tok_s", "speedup"))
+        if not own:
+            found["not_available"] |= dict.fromkeys(speeds, "no prompt was decoded")
+            return found | speeds
+        plain = sum(r["plain_tokens"] for r, _ in own) / sum(s["plain"] for _, s in own)
+        drafted = found["tokens"] / sum(s["speculative"] for _, s in own)
+        return found | {"baseline_tok_s": plain, "speculative_tok_s": drafted, "speedup": drafted / plain}
+
+    sets = {}
+    for name in dict.fromkeys(["heldout", *(r["set"] for r in rows)]):
+        categories = sorted({r["category"] for r in rows if r["set"] == name and r["category"] is not None})
+        sets[name] = figures(set=name) | {"by_category": {c: figures(set=name, category=c) for c in categories}}
+    keys = ("prompts", "rounds", "tokens", "identical", "ties", "different")
     return {
-        **sets.get("heldout", whole),
+        **sets["heldout"],
         "ok": not any(s["different"] for s in sets.values()),
         "draft_tokens": draft_tokens,
         "sets": sets,
-        "counts": counts,
+        "counts": {k: sum(s[k] for s in sets.values()) for k in keys},
         "definitions": DEFINITIONS,
-        "warnings": warnings,
+        "warnings": [f"{name}: {doubt}" for name, s in sets.items() for doubt in _doubts(s)],
     }
 
 
-def _figures(
-    rows: list[dict[str, Any]], seconds: dict[tuple[str, str], dict[str, Any]], draft_tokens: int
-) -> dict[str, Any]:
-    """Acceptance, identity and speed of some prompts. A figure that cannot be had is None; `not_available` says why."""
-    figures = acceptance(((len(r["token_ids"]), r["rounds"]) for r in rows), draft_tokens)
-    verdicts = [r["verdict"] for r in rows]
-    figures |= {"prompts": len(rows), "identical": verdicts.count("identical")}
-    figures |= {"ties": verdicts.count("tie"), "different": verdicts.count("different")}
-    timed = [(r, seconds[r["set"], r["id"]]) for r in rows if (r["set"], r["id"]) in seconds]
-    if timed:
-        plain = sum(r["plain_tokens"] for r, _ in timed) / sum(s["plain"] for _, s in timed)
-        drafted = sum(len(r["token_ids"]) for r, _ in timed) / sum(s["speculative"] for _, s in timed)
-        return figures | {"baseline_tok_s": plain, "speculative_tok_s": drafted, "speedup": drafted / plain}
-    names = ("baseline_tok_s", "speculative_tok_s", "speedup")
-    reason = "no prompt was decoded" if not rows else "the seconds of these prompts were lost"
-    figures["not_available"] |= dict.fromkeys(names, reason)
-    return figures | dict.fromkeys(names)
-
-
-def _doubts(name: str, figures: dict[str, Any]) -> list[str]:
+def _doubts(figures: dict[str, Any]) -> list[str]:
     """What a reader of a set's figures must know."""
     if figures["tau"] is None:
-        return [f"{name}: no acceptance figures: {figures['not_available']['tau']}"]
-    doubts = []
-    if figures["rounds"] < MIN_ROUNDS:
-        doubts.append(f"{name}: {figures['rounds']} rounds, below {MIN_ROUNDS}: tau is not a stable number")
-    if figures["tau"] == 1:
-        doubts.append(f"{name}: tau is 1.00: nothing accepted, likely misconfigured")
-    if figures["different"]:
-        doubts.append(f"{name}: {figures['different']} outputs differ from plain decoding beyond rounding")
-    return doubts
+        return [f"no acceptance figures: {figures['not_available']['tau']}"]
+    few, different = figures["rounds"] < MIN_ROUNDS, figures["different"]
+    doubts = [f"{figures['rounds']} rounds, below {MIN_ROUNDS}: tau is not a stable number"] if few else []
+    doubts += ["tau is 1.00: nothing accepted, likely misconfigured"] if figures["tau"] == 1 else []
+    return doubts + ([f"{different} outputs differ from plain decoding beyond rounding"] if different else [])
 
 
-def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text that each token adds. A character of several tokens appears with its last one."""
-    pieces, shown = [], ""
+def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    """The text that each token adds; a character made of several tokens comes with its last one."""
+    found, shown = [], ""
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False)
         whole = end == len(ids) or not text.endswith("\ufffd")
-        pieces.append(text[len(shown) :] if whole else "")
+        found.append(text[len(shown) :] if whole else "")
         shown = text if whole else shown
-    return pieces
-
-
-def _seconds(out: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(s["set"], s["id"]): s for s in _read(out / "logs" / "seconds.jsonl")}
+    return found
 
 
 def _line(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSONL file; what a killed process left of one is passed over."""
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Lines of a JSONL file; what a killed process left of its last one is passed over."""
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]

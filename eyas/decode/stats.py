@@ -1,9 +1,10 @@
 """What acceptance means here: every figure with its definition and its denominator.
 
 A round drafts a chain of n tokens and has the target verify them in one forward pass. It emits the drafted
-tokens that were right (`accepted`), and one token of the target's own, the bonus token. Two things fall outside:
-the first token of an answer comes from the prompt's own pass and belongs to no round; and where an accepted token
-ends the answer, the round is *cut*: it has no bonus token, and the positions after the cut were never tried.
+tokens that were right (`accepted`), and one token of the target's own, the bonus token. Two things fall
+outside: the first token of an answer comes from the prompt's own pass and belongs to no round; and where an
+accepted token ends the answer, the round is *cut*: it has no bonus token, and the positions after the cut
+were never tried.
 """
 
 from collections.abc import Iterable
@@ -32,8 +33,8 @@ DEFINITIONS = {
 def hit_rates(hits: np.ndarray, tried: np.ndarray | None = None) -> tuple[list[float], list[float | None]]:
     """(unconditional, conditional) hit rates by draft position.
 
-    hits, tried: [rounds, n] bool. Unconditional: share of all rounds that hit position k. Conditional: the same
-    among rounds that hit every position before k (and tried k); None where there is no such round.
+    hits, tried: [rounds, n] bool. Unconditional: share of all rounds that hit position k. Conditional: the
+    same among rounds that hit every position before k (and tried k); None where there is no such round.
     """
     before = np.cumprod(np.concatenate([np.ones((len(hits), 1), bool), hits[:, :-1]], axis=1), axis=1) > 0
     at_risk = before if tried is None else before & tried
@@ -44,8 +45,9 @@ def hit_rates(hits: np.ndarray, tried: np.ndarray | None = None) -> tuple[list[f
 def acceptance(answers: Iterable[tuple[int, list[int]]], draft_tokens: int) -> dict[str, Any]:
     """Acceptance over answers, each given as (new tokens, accepted tokens of each round).
 
-    Returns tau, the rates of `DEFINITIONS`, `rounds`, `tokens` (first tokens included) and `not_available`, the
-    reason of every null. Raises RuntimeError when the rounds do not add up to the tokens: a fault of the engine.
+    Returns tau, the rates of `DEFINITIONS`, `rounds`, `tokens` (first tokens included) and `not_available`,
+    the reason of every null. Raises RuntimeError when the rounds do not add up to the tokens: a fault of the
+    engine.
     """
     answers = list(answers)
     accepted: list[int] = []

@@ -24,7 +24,7 @@ _HOME = {
     "save_draft": "io",
 }
 
-__all__ = [  # noqa: F822
+__all__ = [
     "DraftCache",
     "DraftShapeError",
     "Eagle3DraftConfig",

@@ -4,13 +4,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import EyasError
-from eyas.progress import warn
+from eyas.progress import say, warn
 
 if TYPE_CHECKING:
     from eyas.config import DraftConfig
     from eyas.target.spec import TargetSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class DraftShapeError(EyasError, ValueError):
@@ -50,36 +51,30 @@ class Eagle3DraftConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "aux_layers", tuple(self.aux_layers))
-        aux, rope = self.aux_layers, self.rope_parameters.get("rope_type")
         for name in (f.name for f in fields(self) if f.type is int):
-            if getattr(self, name) < 1:
-                raise DraftShapeError(f"draft {name} must be at least 1, found {getattr(self, name)}")
-        if self.hidden_size != self.target_hidden_size:
-            raise DraftShapeError(
-                f"draft hidden_size {self.hidden_size} differs from the target's {self.target_hidden_size}: "
-                "the target's embedding table cannot be shared",
-                "give the draft the target's hidden size",
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise DraftShapeError(
-                f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key/value heads",
-                "num_attention_heads must be a multiple of num_key_value_heads",
-            )
-        if self.head_dim % 2:
-            raise DraftShapeError(f"head_dim {self.head_dim} is odd: RoPE rotates pairs of channels")
-        if self.draft_vocab_size > self.vocab_size:
-            raise DraftShapeError(
-                f"draft_vocab_size {self.draft_vocab_size} exceeds the target's vocab_size {self.vocab_size}"
-            )
-        if not aux or list(aux) != sorted(set(aux)):
-            raise DraftShapeError(f"aux_layers must be distinct and ascending, found {list(aux)}")
-        if self.norm_before_fc and self.fc_norm:
-            raise DraftShapeError("norm_before_fc and fc_norm exclude each other", "choose one of them")
-        if rope not in ROPE_TYPES or "rope_theta" not in self.rope_parameters:
-            raise DraftShapeError(
-                f"rope_parameters {self.rope_parameters} cannot be used in a draft",
-                f"rope_theta must be given and rope_type be one of {', '.join(ROPE_TYPES)}",
-            )
+            _refuse(getattr(self, name) < 1, f"draft {name} must be at least 1, found {getattr(self, name)}")
+        heads, shared, aux = self.num_attention_heads, self.num_key_value_heads, list(self.aux_layers)
+        rope = self.rope_parameters
+        _refuse(
+            self.hidden_size != self.target_hidden_size,
+            f"draft hidden_size {self.hidden_size} differs from the target's {self.target_hidden_size}: "
+            "the target's embedding cannot be shared",
+            "give the draft the target's hidden size",
+        )
+        _refuse(heads % shared, f"{heads} query heads cannot share {shared} key/value heads evenly")
+        _refuse(self.head_dim % 2, f"head_dim {self.head_dim} is odd: RoPE rotates pairs of channels")
+        _refuse(
+            self.draft_vocab_size > self.vocab_size,
+            f"draft_vocab_size {self.draft_vocab_size} exceeds the target's vocab_size {self.vocab_size}",
+        )
+        _refuse(not aux or aux != sorted({*aux}), f"aux_layers must be distinct and ascending, found {aux}")
+        _refuse(self.norm_before_fc and self.fc_norm, "norm_before_fc and fc_norm exclude each other")
+        _refuse(self.hidden_act != "silu", f"hidden_act {self.hidden_act!r}: servers' drafts know silu only")
+        _refuse(
+            rope.get("rope_type") not in ROPE_TYPES or "rope_theta" not in rope,
+            f"rope_parameters {rope} cannot be used in a draft",
+            f"rope_theta must be given and rope_type be one of {', '.join(ROPE_TYPES)}",
+        )
 
     @property
     def num_aux(self) -> int:
@@ -98,30 +93,27 @@ class Eagle3DraftConfig:
         """The draft of a target: the run's `draft` section where it says something, else the target's shape."""
         rope = dict(spec.rope_parameters)
         factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-        if factor and original and factor * original != spec.max_position_embeddings:
+        longest = spec.max_position_embeddings
+        if factor and original and factor * original != longest:
             warn(
-                f"RoPE factor {factor:g} is kept, though max_position_embeddings "
-                f"{spec.max_position_embeddings} / original {original} is {spec.max_position_embeddings / original:g}"
+                f"RoPE factor {factor:g} is kept, though max_position_embeddings {longest} over the original "
+                f"{original} is {longest / original:g}"
             )
+        if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+            say("the target rotates a part of each head only; servers' drafts, and so this one, rotate all of it")
+        if spec.hidden_act != "silu":
+            say(f"the target's MLP uses {spec.hidden_act}; servers' drafts know silu only, and the draft uses it")
+        flags = (*FLAGS, "train_lm_head")
+        own = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        shared = ("hidden_size", "vocab_size", "max_position_embeddings", "rms_norm_eps")
         return cls(
-            hidden_size=spec.hidden_size,
             target_hidden_size=spec.hidden_size,
-            intermediate_size=draft.intermediate_size or spec.intermediate_size,
-            num_attention_heads=draft.num_attention_heads or spec.num_attention_heads,
-            num_key_value_heads=draft.num_key_value_heads or spec.num_key_value_heads,
-            head_dim=draft.head_dim or spec.head_dim,
-            vocab_size=spec.vocab_size,
             draft_vocab_size=min(draft_vocab_size, spec.vocab_size),
             aux_layers=tuple(aux_layers),
             rope_parameters=rope,
-            max_position_embeddings=spec.max_position_embeddings,
-            rms_norm_eps=spec.rms_norm_eps,
-            hidden_act=spec.hidden_act,
-            norm_before_residual=draft.norm_before_residual,
-            norm_before_fc=draft.norm_before_fc,
-            fc_norm=draft.fc_norm,
-            norm_output=draft.norm_output,
-            train_lm_head=draft.train_lm_head,
+            **{key: getattr(spec, key) for key in shared},
+            **{key: getattr(draft, key) or getattr(spec, key) for key in own},
+            **{key: getattr(draft, key) for key in flags},
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,3 +128,8 @@ class Eagle3DraftConfig:
         if unknown or missing:
             raise DraftShapeError(f"draft config: unknown keys {unknown}, missing keys {missing}")
         return cls(**value)
+
+
+def _refuse(fault: object, message: str, hint: str = "") -> None:
+    if fault:
+        raise DraftShapeError(message, hint)

@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor) -> Tensor:
         """[A, n * d] -> [A, n, d]"""
-        return x.view(x.shape[0], -1, self.head_dim)
+        return x.unflatten(1, (x.shape[1] // self.head_dim, self.head_dim))
 
 
 class MLP(nn.Module):
@@ -71,15 +71,19 @@ class DraftCache:
         """Forget the rows from `length` on (no effect on a shorter cache)."""
         self.length = min(self.length, length)
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows [T, nkv, d]; return all keys and values [nkv, length, d]. Raises EyasError when it is full."""
-        end, capacity = self.length + len(keys), self.keys.shape[1]
+    def turn(self, rows: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [rows, d / 2] of the next rows. Raises EyasError when there is no room for them."""
+        end, capacity = self.length + rows, self.keys.shape[1]
         if end > capacity:
             raise EyasError(f"draft cache is full: {end} rows, capacity {capacity}")
-        self.keys[:, self.length : end] = keys.transpose(0, 1)
-        self.values[:, self.length : end] = values.transpose(0, 1)
-        self.length = end
-        return self.keys[:, :end], self.values[:, :end]
+        return self.cos[self.length : end], self.sin[self.length : end]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add rows [T, nkv, d]; return all keys and values [nkv, length, d]."""
+        start, self.length = self.length, self.length + len(keys)
+        self.keys[:, start : self.length] = keys.transpose(0, 1)
+        self.values[:, start : self.length] = values.transpose(0, 1)
+        return self.keys[:, : self.length], self.values[:, : self.length]
 
 
 class Rope:
@@ -123,6 +127,6 @@ class _Rotate(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grad_outputs):
         cos, sin = ctx.saved_tensors
-        return _Rotate.apply(grad, cos, -sin), None, None
+        return _Rotate.apply(grad_outputs[0], cos, -sin), None, None

@@ -1,6 +1,6 @@
 """The EAGLE-3 draft: its tensors, the training-time test (TTT) over them, and decoding with a cache."""
 
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from eyas.draft.rows import RowPlan, TrainBatch, row_plan
 from eyas.errors import EyasError
 from eyas.kernels.linear_kl import linear_kl
 from eyas.kernels.ttt_attention import ttt_attention
-
 
 if TYPE_CHECKING:
     from eyas.target.weights import TargetWeights
@@ -33,10 +32,11 @@ class TTTOutput(NamedTuple):
 class Eagle3DraftModel(nn.Module):
     """A one-layer EAGLE-3 draft over `config.draft_vocab_size` ids of its target.
 
-    t2d [V] bool and d2t [Vd] int64 (offsets: target id = i + d2t[i]) are given together for a pruned vocabulary and
-    may be left out for a full one; DraftShapeError (a ValueError) otherwise. `load_target` must follow before any pass; what
-    it loads is no part of `state_dict()`. Trained tensors start as torch initialises them: see `init_weights`. lm_head
-    is trained only when `config.train_lm_head`. Passes run in the parameters' dtype, softmax and loss in fp32 at least.
+    t2d [V] bool and d2t [Vd] int64 (offsets: target id = i + d2t[i]) are given together for a pruned vocabulary
+    and may be left out for a full one; DraftShapeError (a ValueError) otherwise. `load_target` must follow before
+    any pass; what it loads is no part of `state_dict()`. Trained tensors start as torch initialises them: see
+    `init_weights`. lm_head is trained only when `config.train_lm_head`. Passes run in the parameters' dtype,
+    softmax and loss in fp32 at least.
     """
 
     embed_tokens: Tensor | None
@@ -108,14 +108,12 @@ class Eagle3DraftModel(nn.Module):
             raise EyasError("the draft has no target yet", "call model.load_target(weights) first")
         return F.embedding(input_ids, self.embed_tokens).to(self.fc.weight.dtype)
 
-    # ---- training ------------------------------------------------------------------------------------------------
-
     def ttt(self, batch: TrainBatch, ttt_steps: int, decay: float, totals: Tensor | None = None) -> TTTOutput:
         """Loss = sum_k w_k KL_k / totals_k / sum_k w_k, with w_k = decay ** k and k = 0 ... ttt_steps - 1.
 
-        KL_k is summed over the rows counted at step k and totals [K] says how many of them the whole optimiser step
-        has: the losses of its micro-batches add up to its exact mean. Default: this batch alone. A step without any
-        counted row adds nothing and keeps its weight below the line.
+        KL_k is summed over the rows counted at step k, and totals [K] says how many of them the whole optimiser
+        step has: the losses of its micro-batches add up to its exact mean. Default: this batch alone. A step k
+        without any counted row adds nothing and keeps its weight below the line.
         """
         plan = row_plan(batch, ttt_steps)
         states = torch.cat(self.unroll(batch, plan)).index_select(0, plan.loss_rows)  # [R, H]
@@ -156,7 +154,7 @@ class Eagle3DraftModel(nn.Module):
         assert isinstance(layer, DecoderLayer)
         heads = layer.self_attn.heads
         (q_e, q_g), (k_e, k_g), (v_e, v_g) = layer.self_attn.halves()
-        # Row t at step k and row t + k at step 0 see the same token, so the embedding half is projected once a token.
+        # Row t at step k and row t + k at step 0 see the same token: its embedding half is projected once.
         embedded = layer.input_layernorm(self.embed(batch.input_ids))  # [N, H]
         query_part = embedded.index_select(0, plan.query_tokens) @ q_e.T  # [U, nh * d]
         key_part, value_part = embedded @ k_e.T, embedded @ v_e.T  # [N, nkv * d]
@@ -189,95 +187,77 @@ class Eagle3DraftModel(nn.Module):
             hidden = states[-1] if self.config.norm_output else out
         return states
 
-    @overload
-    def forward(
-        self, *, batch: TrainBatch, ttt_steps: int, ttt_step_loss_decay: float, totals: Tensor | None = None
-    ) -> TTTOutput: ...
-
-    @overload
     def forward(
         self,
-        hidden_states: Tensor,
-        input_ids: Tensor,
+        hidden_states: Tensor | None = None,
+        input_ids: Tensor | None = None,
         lengths: Tensor | None = None,
         loss_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         verifier_last_hidden_states: Tensor | None = None,
         ttt_steps: int = 3,
         ttt_step_loss_decay: float = 1.0,
-    ) -> list[Tensor] | tuple[list[Tensor], Tensor, dict[str, Tensor]]: ...
+        batch: TrainBatch | None = None,
+        totals: Tensor | None = None,
+    ) -> Any:
+        """Training goes through here, so that wrapped models (DDP, FSDP) see it. Two forms, on shifted rows:
 
-    def forward(
-        self,
-        hidden_states=None,
-        input_ids=None,
-        lengths=None,
-        loss_mask=None,
-        position_ids=None,
-        verifier_last_hidden_states=None,
-        ttt_steps=3,
-        ttt_step_loss_decay=1.0,
-        batch=None,
-        totals=None,
-    ):
-        """Training goes through here, so that wrapped models (DDP, FSDP) see it. Two forms, both on shifted rows:
-
-        `batch=` (a TrainBatch) returns `ttt`'s TTTOutput. The other takes one packed row of documents: hidden_states
-        [1, L, A * H], input_ids [1, L], lengths [documents] (their sum may be below L: the rest is padding; default one
-        document), loss_mask [1, L] (default all), position_ids [1, L] (default 0, 1, ... in each document),
-        verifier_last_hidden_states [1, L, H], or [M, H] for the M rows of the mask alone, before the final norm.
-        It returns (draft_tokens, loss, metrics): K tensors [1, L] of draft-vocabulary ids, -1 where a row is not counted
-        at that step; the loss of `ttt`; and 0-dim tensors loss, loss_k (mean KL), full_acc_k (arg-max right at all steps
-        0..k, a share of the rows counted at k), cond_acc_k (the same, a share of those right until then).
-        Without verifier_last_hidden_states: draft_tokens alone, of every row whose token lies in its document.
+        `batch=` (a TrainBatch) returns `ttt`'s TTTOutput. The other takes one packed row of documents:
+        hidden_states [1, L, A * H], input_ids [1, L], lengths [documents] (their sum may be below L: the rest is
+        padding; default one document), loss_mask [1, L] (default all), position_ids [1, L] (default 0, 1, ... in
+        each document), verifier_last_hidden_states [1, L, H], or [M, H] for the mask's M rows alone, before the
+        final norm. It returns (draft_tokens, loss, metrics): K tensors [1, L] of draft-vocabulary ids, -1 where a
+        row is not counted at that step; the loss of `ttt`; 0-dim tensors loss, loss_k (mean KL), full_acc_k
+        (arg-max right at all steps 0..k, a share of the rows counted at k), cond_acc_k (the same, a share of those
+        right until then). Without verifier_last_hidden_states: draft_tokens alone, of every row whose token lies
+        in its document.
         """
         if batch is not None:
             return self.ttt(batch, ttt_steps, ttt_step_loss_decay, totals)
-        batch, rows = self._pack(
-            hidden_states, input_ids, lengths, loss_mask, position_ids, verifier_last_hidden_states
-        )
-        length = input_ids.shape[1]
-        if verifier_last_hidden_states is None:
+        if hidden_states is None or input_ids is None:
+            raise TypeError("forward needs hidden_states and input_ids, or batch")
+        last, length = verifier_last_hidden_states, input_ids.shape[1]
+        batch = self._pack(hidden_states, input_ids, lengths, loss_mask, position_ids, last)
+        padding = (0, length - len(batch.input_ids))
+        if last is None:
             plan = row_plan(batch, ttt_steps)
-            tokens = input_ids.new_full((ttt_steps, length), -1, dtype=torch.int64)
+            ids = input_ids.new_full((ttt_steps, length), -1, dtype=torch.int64)
             for k, states in enumerate(self.unroll(batch, plan)):
-                tokens[k, plan.steps[k].rows] = self.lm_head(states).argmax(-1)
-            return list(tokens[:, None])
+                ids[k, plan.steps[k].rows] = self.lm_head(states).argmax(-1)
+            return list(ids[:, None])
         out = self.ttt(batch, ttt_steps, ttt_step_loss_decay, totals)
         counted = out.draft_tokens >= 0  # [K, rows]
         right = (counted & out.hit).cummin(0).values
-        before = torch.cat([counted[:1], right[:-1] & counted[1:]])
-        right, before, counts = right.sum(1), before.sum(1).clamp(min=1), out.counts.clamp(min=1)
+        until_then = torch.cat([counted[:1], counted[1:] & right[:-1]]).sum(1).clamp(min=1)
+        full, counts = right.sum(1), out.counts.clamp(min=1)
         metrics = {"loss": out.loss.detach()}
-        for k in range(ttt_steps):
-            metrics[f"loss_{k}"] = out.kl[k] / counts[k]
-            metrics[f"full_acc_{k}"] = right[k] / counts[k]
-            metrics[f"cond_acc_{k}"] = right[k] / before[k]
+        for name, values in (
+            ("loss", out.kl / counts),
+            ("full_acc", full / counts),
+            ("cond_acc", full / until_then),
+        ):
+            metrics |= {f"{name}_{k}": value for k, value in enumerate(values)}
         ids = torch.searchsorted(self.draft_ids(), out.draft_tokens).where(counted, -1)
-        return list(F.pad(ids, (0, length - rows), value=-1)[:, None]), out.loss, metrics
+        return list(F.pad(ids, padding, value=-1)[:, None]), out.loss, metrics
 
-    def _pack(self, hidden_states, input_ids, lengths, loss_mask, position_ids, last) -> tuple[TrainBatch, int]:
-        """The public form as a TrainBatch without padding, and its number of rows."""
+    def _pack(self, hidden_states, input_ids, lengths, loss_mask, position_ids, last) -> TrainBatch:
+        """The public form as a TrainBatch, without its padding."""
         sizes = torch.tensor([input_ids.shape[1]]) if lengths is None else lengths.cpu().flatten()
         ends = sizes.cumsum(0)
-        rows = int(ends[-1])
-        if input_ids.shape[0] != 1 or rows > input_ids.shape[1]:
+        n = int(ends[-1])
+        if input_ids.shape[0] != 1 or n > input_ids.shape[1]:
             raise DraftShapeError(f"lengths {sizes.tolist()} do not fit input_ids {list(input_ids.shape)}")
-        ones = torch.ones(rows, dtype=torch.bool)
-        supervised = ones if loss_mask is None or last is None else loss_mask[0, :rows].cpu().bool()
+        supervised = torch.ones(n, dtype=torch.bool)
         if last is None:
-            last = hidden_states.new_empty(1, rows, self.config.hidden_size)
-        return TrainBatch(
-            input_ids[0, :rows],
-            hidden_states[0, :rows],
-            last if last.dim() == 2 else last[0, :rows][supervised.to(last.device)],
-            supervised,
-            (ends - sizes).repeat_interleave(sizes),
-            ends.repeat_interleave(sizes),
-            None if position_ids is None else position_ids[0, :rows].cpu(),
-        ), rows
-
-    # ---- decoding ------------------------------------------------------------------------------------------------
+            last = hidden_states.new_empty(n, self.config.hidden_size)
+        elif loss_mask is not None:
+            supervised = loss_mask[0, :n].cpu().bool()
+        if last.dim() == 3:
+            last = last[0, :n][supervised.to(last.device)]
+        doc_end = ends.repeat_interleave(sizes)
+        doc_start = (ends - sizes).repeat_interleave(sizes)
+        positions = None if position_ids is None else position_ids[0, :n]
+        return TrainBatch(input_ids[0, :n], hidden_states[0, :n], last, supervised, doc_start, doc_end, positions)
 
     def new_cache(self, capacity: int) -> DraftCache:
         """An empty cache for one sequence of at most `capacity` rows."""
@@ -288,22 +268,19 @@ class Eagle3DraftModel(nn.Module):
     def decode_step(self, hidden: Tensor, input_ids: Tensor, cache: DraftCache) -> tuple[Tensor, Tensor]:
         """Append T rows to the cache; from the last one return its logits [Vd] and the state [H] it feeds back.
 
-        hidden [T, H]: `fuse(aux)` of newly verified positions, or the state fed back (T = 1); input_ids [T]: the token
-        after each position. A row's position is its place in the cache, so rows of rejected drafts must be cropped.
+        hidden [T, H]: `fuse(aux)` of newly verified positions, or the state fed back (T = 1); input_ids [T]: the
+        token after each position. A row's position is its place in the cache: crop the rows of rejected drafts.
         """
         layer = self.layers[0]
         assert isinstance(layer, DecoderLayer)
         attention, heads = layer.self_attn, layer.self_attn.heads
         normed = layer.hidden_norm(hidden)
         both = torch.cat([layer.input_layernorm(self.embed(input_ids)), normed], -1)  # [T, 2H]
-        start, end = cache.length, cache.length + len(both)
-        keys, values = cache.append(
-            rotate(heads(attention.k_proj(both)), cache.cos[start:end], cache.sin[start:end]),
-            heads(attention.v_proj(both)),
-        )
+        cos, sin = cache.turn(len(both))
+        keys, values = cache.append(rotate(heads(attention.k_proj(both)), cos, sin), heads(attention.v_proj(both)))
         # Only the last row is read, and the others are seen through their keys and values alone.
         last = slice(len(both) - 1, None)
-        query = rotate(heads(attention.q_proj(both[last])), cache.cos[end - 1 : end], cache.sin[end - 1 : end])
+        query = rotate(heads(attention.q_proj(both[last])), cos[last], sin[last])
         attended = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None], keys[None], values[None], enable_gqa=True
         )  # [1, nh, 1, d]

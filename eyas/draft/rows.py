@@ -1,8 +1,8 @@
 """Which rows a training pass must compute: exact row compaction.
 
-Rows are shifted (row r: token x[t+1], aux a[t], target state y[t+1], mask m[t+1], position t). At step k row r sees
-token r + k and is compared with the target of row r + k. Other rows see it only through its step-0 key and value, so a
-row from which no counted target hangs at step k or later is not computed at step k, with the same loss and gradients.
+Rows are shifted (row r: token x[t+1], aux a[t], target state y[t+1], mask m[t+1], position t). At step k row r
+sees token r + k and is compared with the target of row r + k. Other rows see it only through its step-0 key and
+value, so a row counted neither at step k nor later is not computed at step k: same loss, same gradients.
 """
 
 from dataclasses import dataclass
@@ -49,8 +49,9 @@ class StepRows:
 class RowPlan:
     """Indices, on the model's device, of everything a pass computes.
 
-    The losses of all steps are one list of R entries in the order of their targets, so that a target's distribution is
-    made once: entry i compares row loss_rows[i] of all steps' rows put together with target loss_targets[i].
+    The losses of all steps are one list of R entries in the order of their targets, so that each target's
+    distribution is made once: entry i compares row loss_rows[i] of all steps' rows together with target
+    loss_targets[i].
     """
 
     steps: list[StepRows]

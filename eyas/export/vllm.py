@@ -1,15 +1,48 @@
-"""The speculators layout, which vLLM loads: `transformer_layer_config` is taken as it stands, without defaults."""
+"""The speculators layout, which vLLM loads. It takes `transformer_layer_config` as it stands, without defaults."""
 
+from pathlib import Path
 from typing import Any
 
 from eyas.draft.config import Eagle3DraftConfig
-from eyas.export.tables import layer_config, refuse_unservable
+from eyas.errors import EyasError
 from eyas.target.spec import TargetSpec
+
+NOTES = """\
+- `vllm serve {folder}` alone works too: its config.json names target, method and number of draft tokens.
+- The draft runs in the target's dtype; `draft_tensor_parallel_size` is 1 or the target's.
+- vLLM before 0.26 drops `fc_norm` and `norm_output` silently."""
 
 
 def check(draft: Eagle3DraftConfig, spec: TargetSpec) -> None:
-    """Raise EyasError if vLLM could not serve this draft."""
-    refuse_unservable(draft)
+    """Raise EyasError for what no engine's draft layer computes."""
+    if draft.hidden_act != "silu":
+        raise EyasError(
+            f"the draft's MLP uses {draft.hidden_act}; the Llama drafts of vLLM and SGLang know silu only",
+            "no layout can serve it: train a draft with silu",
+        )
+
+
+def layer_config(draft: Eagle3DraftConfig) -> dict[str, Any]:
+    """The Llama config both engines read. RoPE is written for older readers (`rope_theta`, `rope_scaling`) and newer
+    ones (`rope_parameters`); partial rotation is not part of a draft.
+    """
+    rope = {k: v for k, v in draft.rope_parameters.items() if k != "partial_rotary_factor"}
+    scaling = {"type": rope["rope_type"]} | {k: v for k, v in rope.items() if k != "rope_theta"}
+    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    same += ("hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size")
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        **{key: getattr(draft, key) for key in same},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rope_parameters": rope,
+        "num_aux_hidden_states": draft.num_aux,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    }
 
 
 def tensor_name(name: str) -> str:
@@ -18,25 +51,22 @@ def tensor_name(name: str) -> str:
 
 
 def config(draft: Eagle3DraftConfig, spec: TargetSpec, dtype: str, draft_tokens: int) -> dict[str, Any]:
-    """config.json. Every flag is written: vLLM takes an absent `norm_before_residual` for true, others for false.
+    """config.json. Every flag is written: an absent `norm_before_residual` is true to vLLM, false to others.
 
-    Aux layers are boundaries, vLLM's own convention. `num_aux_hidden_states` must stand in the layer config, where
-    alone vLLM looks when there are not three.
+    Aux layers are boundaries, vLLM's own convention. A target folder is named by its full path: the server
+    may start elsewhere.
     """
-    layer = layer_config(draft)
-    if layer["rope_scaling"] is None:
-        del layer["rope_scaling"]
-    local = spec.path.resolve() == spec.path.__class__(spec.name).expanduser().resolve()
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    local = Path(spec.name).expanduser().is_dir()
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
         "draft_vocab_size": draft.draft_vocab_size,
         "target_hidden_size": None,
-        "norm_before_residual": draft.norm_before_residual,
-        "norm_before_fc": draft.norm_before_fc,
-        "fc_norm": draft.fc_norm,
-        "norm_output": draft.norm_output,
+        **{flag: getattr(draft, flag) for flag in flags},
         "embed_requires_grad": False,
         "eagle_aux_hidden_state_layer_ids": list(draft.aux_layers),
         "tie_word_embeddings": False,
@@ -44,31 +74,17 @@ def config(draft: Eagle3DraftConfig, spec: TargetSpec, dtype: str, draft_tokens:
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": draft_tokens,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            # A folder's name means nothing to a server started elsewhere: its full path does.
+            "proposal_methods": [proposal],
             "verifier": {
                 "name_or_path": str(spec.path.resolve()) if local else spec.name,
                 "architectures": spec.architectures,
             },
         },
-        "transformer_layer_config": layer,
+        "transformer_layer_config": {k: v for k, v in layer_config(draft).items() if v is not None},
     }
 
 
 def serving(target: str, folder: str, draft_tokens: int) -> tuple[str, dict[str, Any]]:
-    """(shell command, its JSON part) that serves target and draft."""
+    """(shell command, the value of its --speculative-config) that serve target and draft."""
     options = {"method": "eagle3", "model": folder, "num_speculative_tokens": draft_tokens}
     return f"vllm serve {target} --speculative-config '$JSON'", options
-
-
-NOTES = """\
-- `vllm serve {folder}` alone works too: target, method and number of draft tokens are in config.json.
-- The draft runs in the target's dtype. `draft_tensor_parallel_size` may be 1 or the target's.
-- `fc_norm` and `norm_output` are read from vLLM 0.26 on; older ones drop them silently."""

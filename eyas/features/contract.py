@@ -98,15 +98,14 @@ class Features:
                 raise BadFeatures(f"{at}: {name} is {found}, expected {(shape, DTYPES[name])} (axes {axes})")
         if not len(self.token_ids):
             raise BadFeatures(f"{at} has no tokens")
-        if fault := _bad_row(self.aux_hidden_states.flatten(0, 1)):
-            token, layer = divmod(fault[0], len(meta.aux_layers))
-            place = f"aux_hidden_states of layer {meta.aux_layers[layer]} at token {token}"
-        elif fault := _bad_row(self.last_hidden_state):
-            place = f"last_hidden_state at token {int(self.loss_mask.nonzero()[fault[0]])}"
-        else:
-            return self
         hint = "float16 overflows in many targets: try target.dtype bfloat16 or float32"
-        raise BadFeatures(f"{at}: {place} {fault[1]}", hint)
+        for column, layer in enumerate(meta.aux_layers):  # lowest first: there a fault begins
+            if fault := _bad_row(self.aux_hidden_states[:, column]):
+                raise BadFeatures(f"{at}: aux_hidden_states of layer {layer} at token {fault[0]} {fault[1]}", hint)
+        if fault := _bad_row(self.last_hidden_state):
+            token = int(self.loss_mask.nonzero()[fault[0]])
+            raise BadFeatures(f"{at}: last_hidden_state at token {token} {fault[1]}", hint)
+        return self
 
 
 def _bad_row(states: Tensor) -> tuple[int, str] | None:

@@ -4,7 +4,6 @@ import fcntl
 import gzip
 import io
 import pickle
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from safetensors.torch import load_file
 
 from eyas.errors import EyasError
 from eyas.features.contract import POST_NORM, PRE_NORM
+from eyas.progress import say
 
 
-def read_foreign(path: str | Path, lock_timeout: float = 10.0) -> dict[str, Any]:
+def read_foreign(path: str | Path) -> dict[str, Any]:
     """One sample of another tool: `format` is told by the file's keys (the same key holds different states!).
 
     speculators_v1 (`.pt`) and vllm (`.safetensors`) hold the last state before the final norm, speculators_v0
@@ -24,11 +24,11 @@ def read_foreign(path: str | Path, lock_timeout: float = 10.0) -> dict[str, Any]
 
     Returns `format`, `token_ids` [T], `loss_mask` [T] bool (None for vllm), `aux_hidden_states` [T, A, H] low to
     high, `last_hidden_state` [T, H] and `last_hidden_state_norm` ("pre_final_norm" | "post_final_norm").
-    `<file>.lock`, which vLLM holds while writing, is waited for up to `lock_timeout` seconds. Raises EyasError
-    naming the file where it is truncated, of unknown keys or uneven lengths, or would run code.
+    `<file>.lock`, which vLLM holds while writing, is waited for. Raises EyasError naming the file where it is
+    truncated, of unknown keys or uneven lengths, or would run code.
     """
     path = Path(path)
-    data = _load_safetensors(path, lock_timeout) if path.suffix == ".safetensors" else load_pickle(path)
+    data = _load_safetensors(path) if path.suffix == ".safetensors" else load_pickle(path)
     states, ids, mask = data.get("hidden_states"), data.get("input_ids"), data.get("loss_mask")
     if isinstance(states, list) and len(states) > 1:
         name, norm, aux, last = "speculators_v1", PRE_NORM, torch.stack(states[:-1], 1), states[-1]
@@ -41,9 +41,7 @@ def read_foreign(path: str | Path, lock_timeout: float = 10.0) -> dict[str, Any]
     elif isinstance(states, torch.Tensor) and states.dim() == 3 and "token_ids" in data:
         name, norm, aux, last, ids = "vllm", PRE_NORM, states[:, :-1], states[:, -1], data["token_ids"]
     else:
-        raise EyasError(
-            f"{path}: keys {sorted(data)} are no feature file that eyas knows", "see docs/feature-store.md"
-        )
+        raise EyasError(f"{path}: {sorted(data)} are not the keys of a feature file that eyas knows")
     if not isinstance(ids, torch.Tensor) or (mask is None and name != "vllm"):
         raise EyasError(f"{path}: a {name} file needs input_ids and loss_mask, found {sorted(data)}")
     rows = {"token_ids": len(ids), "aux_hidden_states": len(aux), "last_hidden_state": len(last)}
@@ -60,8 +58,6 @@ def load_pickle(path: str | Path) -> dict[str, Any]:
         gzipped = str(path).endswith(".gz")
         source = io.BytesIO(gzip.decompress(Path(path).read_bytes())) if gzipped else path
         data = torch.load(source, weights_only=True, map_location="cpu", mmap=not gzipped)
-    except FileNotFoundError:
-        raise EyasError(f"{path} does not exist") from None
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as e:
         hint = "the file is truncated, or holds more than tensors, which eyas does not load"
         raise EyasError(f"{path} cannot be read: {str(e).splitlines()[0]}", hint) from e
@@ -70,24 +66,16 @@ def load_pickle(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def _load_safetensors(path: Path, lock_timeout: float) -> dict[str, Any]:
-    lock, deadline = path.with_name(path.name + ".lock"), time.monotonic() + lock_timeout
-    if lock.is_file():  # the writer holds it exclusively until the data file is complete
+def _load_safetensors(path: Path) -> dict[str, Any]:
+    lock = path.with_name(path.name + ".lock")
+    if lock.is_file():  # its writer holds it exclusively until the data file is complete, or until it dies
         with open(lock, "rb") as f:
-            while True:
-                try:
-                    fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        hint = "is the server still writing it?"
-                        raise EyasError(f"{lock} was still held after {lock_timeout:g} s", hint) from None
-                    time.sleep(0.02)
-    if not path.is_file():
-        raise EyasError(f"{path} does not exist")
+            try:
+                fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for {lock}")
+                fcntl.flock(f, fcntl.LOCK_SH)
     try:
         return load_file(path)
-    except SafetensorError as e:
-        raise EyasError(
-            f"{path} is not a whole safetensors file: {e}", "an interrupted copy? Fetch it again"
-        ) from e
+    except (SafetensorError, OSError) as e:
+        raise EyasError(f"{path} cannot be read: {e}", "an interrupted copy? Fetch it again") from e

@@ -129,11 +129,15 @@ class Store:
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.concatenate([np.zeros(0, int), *(np.diff(self._shard(n)[1]) for n in range(len(self.shards)))])
+        return self._counts(1)
 
     @property
     def supervised_counts(self) -> np.ndarray:
-        return np.concatenate([np.zeros(0, int), *(np.diff(self._shard(n)[2]) for n in range(len(self.shards)))])
+        return self._counts(2)
+
+    def _counts(self, which: int) -> np.ndarray:
+        ends = [self._shard(number)[which] for number in range(len(self.shards))]
+        return np.concatenate([np.zeros(0, np.int64), *map(np.diff, ends)])
 
     def check(self, **expected: Any) -> None:
         """Compare fields of `meta` with what the caller works with. Raises EyasError naming every difference."""

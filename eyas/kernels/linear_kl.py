@@ -22,11 +22,11 @@ class RowStats(NamedTuple):
 def linear_kl(
     x: Tensor, weight: Tensor, target_x: Tensor, target_weight: Tensor, target_rows: Tensor, scale: Tensor
 ) -> tuple[Tensor, RowStats]:
-    """sum_r scale[r] * KL(softmax(target_x[t_r] @ target_weight.T) || softmax(x[r] @ weight.T)), t = target_rows.
+    """sum_r scale[r] * KL(softmax(target_x[t_r] @ target_weight.T) || softmax(x[r] @ weight.T)), t = target_rows
 
-    x [R, H], weight [Vd, H], target_x [M, H], target_weight [Vd, H] in one floating dtype (softmax and loss in fp32 at
-    least); target_rows [R] int64 on the CPU, ascending; scale [R] fp32 or wider. Gradients flow to x and, when it asks
-    for one, to weight; the target has none.
+    x [R, H], weight [Vd, H], target_x [M, H], target_weight [Vd, H] in one floating dtype (softmax and loss in
+    fp32 at least); target_rows [R] int64 on the CPU, ascending; scale [R] fp32 or wider. Gradients flow to x and,
+    when it asks for one, to weight; the target has none.
     """
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()
@@ -85,8 +85,9 @@ class _LinearKL(torch.autograd.Function):
         return (kl * scale).sum(), kl, overlap, token, hit
 
     @staticmethod
-    def backward(ctx, grad, *_):
-        return *(None if g is None else g * grad for g in ctx.saved_tensors), None, None, None, None
+    def backward(ctx, *grad_outputs):
+        grads = (None if g is None else g * grad_outputs[0] for g in ctx.saved_tensors)
+        return *grads, None, None, None, None
 
 
 def _softmax(x: Tensor, weight: Tensor, logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,8 @@ class _DocumentAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse):
+    def backward(ctx, *grad_outputs):
+        grad_out, grad_lse = grad_outputs
         q, keys, values, rows, out = ctx.saved_tensors
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
         # d loss / d score = prob * (grad_out . value - grad_out . out + grad_lse)

@@ -24,7 +24,7 @@ def inner_rows(f: Features) -> tuple[Tensor, Tensor]:
 
 
 def gather(s: Subject) -> tuple[Tensor, Tensor, Tensor]:
-    """Of at most about ROWS positions p: token ids [R, 3] at p, p+1, p+2; last [R, H] at p; aux [R, 3, A, H] at p-1, p, p+1."""
+    """Of some ROWS positions p: token ids [R, 3] at p to p+2, last [R, H] at p, aux [R, 3, A, H] at p-1 to p+1."""
     tokens, last, aux = [], [], []
     for f in s.samples:
         p, rows = inner_rows(f)
@@ -36,7 +36,7 @@ def gather(s: Subject) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def logits(states: Tensor, head: Tensor) -> Tensor:
-    """[R, V] of normed `states` [R, H]; in blocks of the vocabulary, so that `head` [V, H] is never copied whole."""
+    """[R, V] of normed `states` [R, H]; in blocks, so that `head` [V, H] is never copied whole."""
     return torch.cat([states @ block.float().T for block in head.split(1 << 14)], 1)
 
 

@@ -7,32 +7,29 @@ from pathlib import Path
 import torch
 
 from eyas.draft import Eagle3DraftModel, TrainBatch, init_weights, load_draft, save_draft
+from eyas.features.contract import Features
 from eyas.preflight.finding import Check, Finding, Subject
 from eyas.train.batches import pack
-from eyas.train.checkpoint import Progress
-from eyas.train.loop import Trainer, forward, move, optimiser_step
+from eyas.train.checkpoint import Training
+from eyas.train.loop import forward, move, optimiser_step
 from eyas.train.optim import adamw
+
+BATCH_TOKENS = 512  # enough to reach every tensor, and a few seconds on a CPU
 
 
 def training_works(s: Subject) -> Iterator[Finding]:
-    batch, count = small_batch(s)
-    trainer = trainer_of(s, fresh_draft(s))
-    forward(trainer, batch).loss.backward()
-    named = [(n, p.grad) for n, p in trainer.model.named_parameters() if p.requires_grad]
-    if unreached := [n for n, g in named if g is None or not g.any() or not g.isfinite().all()]:
-        text = f"no gradient, or none that is finite, reaches {', '.join(unreached)}"
-        yield Finding("error", text, "are the sampled answers too short? raise preflight.samples")
-    trainer.optimizer.zero_grad()
-
-    kept = {n: t.detach().clone() for n, t in frozen(trainer.model).items()}
-    losses = steps(s, trainer, batch, s.config.train.lr)
-    if changed := [n for n, t in frozen(trainer.model).items() if not torch.equal(t, kept[n])]:
+    chosen = small_batch(s)
+    batch = pack(chosen, s.config.train.batch_tokens)
+    training = start(s, fresh_draft(s))
+    kept = {n: t.detach().clone() for n, t in frozen(training.model).items()}
+    losses = steps(s, training, batch, s.config.train.lr)
+    if changed := [n for n, t in frozen(training.model).items() if not torch.equal(t, kept[n])]:
         yield Finding("error", f"training changed {', '.join(changed)}, which must stay as the target has it")
-    text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {len(losses) - 1} steps on {count} samples"
+    text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {len(losses) - 1} steps on {len(chosen)} samples"
     if losses[-1] < losses[0]:
         yield Finding("info", text, evidence={"losses": losses})
     else:
-        gentle = steps(s, trainer_of(s, fresh_draft(s)), batch, s.config.train.lr / 10)
+        gentle = steps(s, start(s, fresh_draft(s)), batch, s.config.train.lr / 10)
         evidence = {"losses": losses, "losses_at_a_tenth_of_lr": gentle}
         if gentle[-1] < gentle[0]:
             text += ", but falls at a tenth of train.lr"
@@ -42,22 +39,29 @@ def training_works(s: Subject) -> Iterator[Finding]:
                 "error", f"the loss does not fall: {text}", "the features teach this draft nothing", evidence
             )
 
+    # After the steps, not before them: weights that start at zero pass no gradient on to what feeds them.
+    forward(training, move(batch, training.noise.device)).loss.backward()
+    gradients = {n: p.grad for n, p in training.trained().items()}
+    if unreached := [n for n, g in gradients.items() if g is None or not g.any() or not g.isfinite().all()]:
+        text = f"no gradient, or none that is finite, reaches {', '.join(unreached)}"
+        yield Finding("error", text, "are the sampled answers too short? raise preflight.samples")
+
     with tempfile.TemporaryDirectory(prefix="eyas-dry-run-") as folder:
-        save_draft(trainer.model, Path(folder))
-        again = loss_of(trainer_of(s, load_draft(Path(folder), s.weights)), batch)
+        save_draft(training.model, Path(folder))
+        again = loss_of(start(s, load_draft(Path(folder), s.weights)), batch)
     same = abs(again - losses[-1]) <= 1e-6 * abs(losses[-1])
     yield Finding(
         "info" if same else "error", f"saved and loaded again: loss {again:.6f}, before {losses[-1]:.6f}"
     )
 
 
-def small_batch(s: Subject) -> tuple[TrainBatch, int]:
-    """As many of the sampled features as fit into one micro-batch, and how many those are."""
-    budget, chosen = s.config.train.batch_tokens, s.samples[:1]
+def small_batch(s: Subject) -> list[Features]:
+    """As many of the sampled features as fit into BATCH_TOKENS and into one micro-batch."""
+    budget, chosen = min(BATCH_TOKENS, s.config.train.batch_tokens), s.samples[:1]
     for features in s.samples[1:]:
         if sum(len(f.token_ids) for f in [*chosen, features]) <= budget:
             chosen.append(features)
-    return move(pack(chosen, budget), s.config.torch_device()), len(chosen)
+    return chosen
 
 
 def fresh_draft(s: Subject) -> Eagle3DraftModel:
@@ -67,11 +71,10 @@ def fresh_draft(s: Subject) -> Eagle3DraftModel:
     return model
 
 
-def trainer_of(s: Subject, model: Eagle3DraftModel) -> Trainer:
-    train, device = s.config.train.model_copy(update={"noise": 0.0}), s.config.torch_device()
-    half = train.dtype == "bfloat16" or (train.dtype == "auto" and device == "cuda")
-    model, dtype = model.to(device).train(), torch.bfloat16 if half else torch.float32
-    return Trainer(model, adamw(model, train), torch.Generator(device), train, dtype, device)
+def start(s: Subject, model: Eagle3DraftModel) -> Training:
+    config, device = s.config.train.model_copy(update={"noise": 0.0}), s.config.torch_device()
+    model = model.to(device).train()
+    return Training(model, adamw(model, config), torch.Generator(device), config, s.config.seed)
 
 
 def frozen(model: Eagle3DraftModel) -> dict[str, torch.Tensor]:
@@ -79,16 +82,16 @@ def frozen(model: Eagle3DraftModel) -> dict[str, torch.Tensor]:
     return dict(model.named_buffers()) | {n: p for n, p in model.named_parameters() if not p.requires_grad}
 
 
-def loss_of(trainer: Trainer, batch: TrainBatch) -> float:
+def loss_of(training: Training, batch: TrainBatch) -> float:
     with torch.no_grad():
-        return float(forward(trainer, batch).loss)
+        return float(forward(training, move(batch, training.noise.device)).loss)
 
 
-def steps(s: Subject, trainer: Trainer, batch: TrainBatch, lr: float) -> list[float]:
+def steps(s: Subject, training: Training, batch: TrainBatch, lr: float) -> list[float]:
     """The loss before each step on the same batch, and after the last."""
-    progress, ids = Progress(), ", ".join(f.id for f in s.samples)
-    rows = [optimiser_step(trainer, [batch], lr, progress, lambda _: ids) for _ in range(s.config.preflight.steps)]
-    return [*(row["loss"] for row in rows), loss_of(trainer, batch)]
+    ids = [[f.id for f in s.samples]]
+    rows = [optimiser_step(training, [batch], lr, ids) for _ in range(s.config.preflight.steps)]
+    return [*(row["loss"] for row in rows), loss_of(training, batch)]
 
 
 CHECKS = [Check("training", "dry_run", ("memory", "contract"), training_works)]

@@ -1,5 +1,6 @@
 """Run the checks in order, go on after a failure, and say what was found."""
 
+import json
 import time
 import traceback
 from typing import Any
@@ -24,9 +25,9 @@ def run_preflight(
 ) -> dict[str, Any]:
     """Look at what is finished in `config.run_dir`; nothing is written there.
 
-    `stages`: only these; `skip`: stages or checks to leave out. Returns the JSON object of `eyas preflight`: {"ok",
-    "seconds", "stages": [{"name", "status", "seconds", "findings": [{"check", "level", "message", "hint", "evidence"}]}]};
-    `ok` is False when any finding is an error. Raises UsageError for an unknown name.
+    `stages`: only these; `skip`: stages or checks to leave out. Returns the JSON object of `eyas preflight`:
+    {"ok", "seconds", "stages": [{"name", "status", "seconds", "findings": [{"check", "level", "message", "hint",
+    "evidence"}]}]}; `ok` is False when any finding is an error. Raises UsageError for an unknown name.
     """
     stages, skip = stages or STAGES, skip or []
     names = [c.name for c in CHECKS]
@@ -45,7 +46,9 @@ def run_checks(subject: Subject, checks: list[Check], skip: list[str]) -> dict[s
         mine = [c for c in checks if c.stage == stage]
         for check in mine:
             state[check.name], found = _run(subject, check, skip, state)
-            findings += [{"check": check.name, **vars(f)} for f in found]
+            findings += [
+                {"check": check.name, **json.loads(json.dumps(vars(f)), parse_constant=str)} for f in found
+            ]
         levels = {f["level"] for f in findings}
         status = "failed" if "error" in levels else "warned" if "warning" in levels else "passed"
         if {state[c.name] for c in mine} <= {"was skipped", "left out"}:

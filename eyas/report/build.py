@@ -68,7 +68,9 @@ def _figures(sets: dict[str, Any], rows: list[dict[str, Any]], results: dict[str
         "accuracy": plots.curves(rows, accuracy, "share right"),
         "lr": plots.curves(rows, {"train.lr": "learning rate"}, "learning rate"),
         "alpha": plots.acceptance(rates) if rates else None,
-        "time": plots.bars(seconds, "seconds", digits=1) if seconds else None,
+        "time": plots.bars(seconds, f"seconds, {sum(seconds.values()):,.0f} in all", digits=1)
+        if seconds
+        else None,
     }
     for i, part in enumerate(sets.values()):
         taus = {c: v["tau"] for c, v in part["by_category"].items() if v["tau"] is not None}
@@ -81,13 +83,20 @@ def _findings(results: dict[str, Any]) -> list[dict[str, Any]]:
     parts = [(f"preflight: {s['name']}", s["status"], s) for s in results.get("preflight", {}).get("stages", [])]
     for layout, checked in results.get("export", {}).get("verify", {}).items():
         parts.append((f"export: {layout}", "passed" if checked["ok"] else "failed", checked))
-    blank = {"check": "", "hint": ""}
-    return [blank | f | {"where": where, "status": status} for where, status, p in parts for f in p["findings"]]
+    blank, quiet = {"check": "", "hint": ""}, [{"level": "info", "message": "nothing wrong found"}]
+    return [
+        blank | f | {"where": where, "status": status}
+        for where, status, p in parts
+        for f in p["findings"] or quiet
+    ]
 
 
 def _problems(results: dict[str, Any], findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every warning and error that the run's own results carry, the worst first."""
-    found = [(name, "warning", text) for name, r in results.items() for text in r.get("warnings", [])]
+    told = {
+        n: r.get("warnings", []) for n, r in results.items() if n != "export"
+    }  # export's are its findings again
+    found = [(name, "warning", text) for name, texts in told.items() for text in texts]
     for name, part in results.get("evaluate", {}).get("sets", {}).items():
         for verdict, level, why in (
             ("different", "error", "not by rounding"),

@@ -46,7 +46,7 @@ def bars(values: dict[str, float], x: str, digits: int) -> dict[str, Any]:
 
 def _figure(traces: list[Any], x: str, y: str, height: int = 300) -> dict[str, Any]:
     """A figure as plotly JSON with the page's common look; `x` and `y` are axis titles."""
-    figure, ink = go.Figure(traces), {"color": "var(--ink)", "size": 13}
+    figure, ink = go.Figure(traces), {"color": "var(--ink)", "size": 13, "family": "system-ui, sans-serif"}
     clear, legend = "rgba(0,0,0,0)", {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
     figure.update_layout(template="none", height=height, margin={"l": 56, "r": 12, "t": 12, "b": 48}, bargap=0.35)
     figure.update_layout(

@@ -42,19 +42,17 @@ class Target:
         attention: str = "sdpa",
         trust_remote_code: bool = False,
     ) -> "Target":
-        """Load the weights. dtype "auto": the checkpoint's own on a GPU, float32 on a CPU. Raises EyasError."""
+        """Load the weights, in the dtype of `resolve_dtype`. Raises EyasError where transformers cannot."""
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         if console.quiet or not sys.stderr.isatty():
             disable_progress_bar()
 
-        if dtype == "auto":
-            dtype = "float32" if device == "cpu" else spec.dtype
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 spec.path,
-                dtype=getattr(torch, dtype),
+                dtype=resolve_dtype(spec, dtype, device),
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
             )
@@ -93,10 +91,6 @@ class Target:
         padded = [[*ids, *[ids[-1]] * (width - len(ids))] for ids in batch]
         with self._boundaries(wanted) as states:
             self.decoder(input_ids=torch.tensor(padded, device=self.device), use_cache=False)
-        if missing := sorted(wanted - states.keys()):
-            raise EyasError(
-                f"{self.spec.name}: boundaries {missing} were never passed; does the model skip blocks?"
-            )
         captured = []
         for row, ids in enumerate(batch):
             own = {i: state[row, : len(ids)] for i, state in states.items()}  # [T, H]
@@ -134,6 +128,11 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def resolve_dtype(spec: TargetSpec, dtype: str, device: str) -> torch.dtype:
+    """What `target.dtype` means here; "auto": the checkpoint's own on a GPU, float32 on a CPU."""
+    return getattr(torch, dtype if dtype != "auto" else "float32" if device == "cpu" else spec.dtype)
 
 
 def _decoder(model: nn.Module, spec: TargetSpec) -> tuple[nn.Module, nn.ModuleList]:

@@ -79,7 +79,7 @@ class TargetSpec:
 
 
 def default_aux_layers(num_layers: int) -> list[int]:
-    """Boundaries [2, L//2, L-3]. Raises UsageError where these collide (fewer than 6 layers)."""
+    """Boundaries [2, L//2, L-3]. Raises UsageError where these collide (fewer than 7 layers)."""
     return check_aux_layers([2, num_layers // 2, num_layers - 3], num_layers)
 
 
@@ -166,9 +166,7 @@ class _Decoder:
         return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-@lru_cache(maxsize=64)
-def _say_once(text: str) -> None:
-    say(text)
+_say_once = lru_cache(maxsize=64)(say)
 
 
 def _folder(model: str, revision: str | None) -> Path:
@@ -179,12 +177,6 @@ def _folder(model: str, revision: str | None) -> Path:
         raise UsageError(
             f"target {model!r} is not a folder", "set target.model to a model folder or a hub id `org/name`"
         )
-    return _hub_folder(model, revision)
-
-
-@lru_cache(maxsize=16)
-def _hub_folder(model: str, revision: str | None) -> Path:
-    """The model in the hub cache; asked for once a process, as each question to the hub costs a second."""
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]

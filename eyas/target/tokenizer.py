@@ -21,14 +21,3 @@ def load_tokenizer(spec: TargetSpec, trust_remote_code: bool = False) -> Any:
             "use an instruct model, or add a chat_template.jinja",
         )
     return tokenizer
-
-
-def prompt_ids(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
-) -> list[int]:
-    """Ids of `messages` with the generation prompt behind them: what a server feeds the target."""
-    return list(
-        tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-    )

@@ -110,9 +110,13 @@ class Eagle3SampleFileDataset(Dataset[BatchType]):
             raise ValueError("give either datapath or file_list")
         self.max_len, self.transform, self.hidden_states_dtype = max_len, transform, hidden_states_dtype
         self.standardize_fn = standardize_fn
-        is_store = datapath is not None and (Path(datapath) / "store.json").is_file()
-        self.store = Store(datapath) if datapath is not None and is_store else None
-        self.files = [] if is_store else [Path(f) for f in file_list or list_files(datapath or ".")]
+        self.store: Store | None = None
+        if datapath is None:
+            self.files = [Path(f) for f in file_list or []]
+        elif (Path(datapath) / "store.json").is_file():
+            self.store, self.files = Store(datapath), []
+        else:
+            self.files = list_files(datapath)
         if not len(self):
             raise EyasError(
                 f"{datapath or 'file_list'} holds no samples", "expected a store (store.json) or .pt files"

@@ -1,14 +1,13 @@
 """The training loop: top to bottom, one optimiser step after the other.
 
-Losses are means over the counted rows of the whole optimiser step: how many there are follows from the masks, before
-the first forward pass, so the losses and gradients of the micro-batches simply add up. Weights and AdamW's moments are
-float32; with bfloat16 only the matrix products are, over copies cast in every forward pass.
+Losses are means over the counted rows of the whole optimiser step: how many there are follows from the masks,
+before the first forward pass, so the losses and gradients of its micro-batches simply add up. Weights and AdamW's
+moments are float32; with bfloat16 only the matrix products are, over copies cast in every forward pass.
 """
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +23,10 @@ from eyas.features.store import Store
 from eyas.progress import bar, say, warn
 from eyas.train import checkpoint
 from eyas.train.batches import StepPlan, pack, plan_epoch, plan_steps, prefetch
-from eyas.train.checkpoint import Progress
+from eyas.train.checkpoint import Training
 from eyas.train.metrics import Metrics
 from eyas.train.optim import adamw, clip_gradients, learning_rate
 from eyas.train.replay import replay
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """What stays the same from the first step to the last."""
-
-    model: Eagle3DraftModel
-    optimizer: torch.optim.AdamW
-    noise: torch.Generator
-    config: TrainConfig
-    dtype: torch.dtype  # of matrix products
-    device: str
 
 
 def fit(
@@ -49,75 +36,63 @@ def fit(
     config: TrainConfig,
     out: Path,
     seed: int = 0,
-    device: str = "cpu",
     provenance: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Train `model` (already initialised) and leave the best step's `model.safetensors` and `draft.json` in `out`.
+    """Train `model` (initialised, on its device) and leave the best `model.safetensors` and `draft.json` in `out`.
 
     Goes on from the newest whole checkpoint in `out`/checkpoints and ends with the same bytes as without a break.
-    Best is the highest replayed τ on `heldout` (ties: the lower loss); without held-out answers, the last step.
-    Returns the stage's result. Raises EyasError for missing data, too little disk, a loss or gradient that is not
-    finite.
+    Best is the highest replayed τ on `heldout` (ties: the lower loss); without held-out samples, the last step.
+    Returns the stage's result. Raises EyasError for missing data, too little disk, or a loss or gradient that is
+    not finite.
     """
     plan, warnings = plan_run(data, heldout, config, seed)
-    half = config.dtype == "bfloat16" or (config.dtype == "auto" and device.startswith("cuda"))
-    model = model.to(device).train()
-    noise = torch.Generator(device).manual_seed(seed)
-    trainer = Trainer(
-        model, adamw(model, config), noise, config, torch.bfloat16 if half else torch.float32, device
-    )
+    noise = torch.Generator(model.fc.weight.device).manual_seed(seed)
+    training = Training(model.train(), adamw(model, config), noise, config, seed)
     root = out / "checkpoints"
-    progress = checkpoint.resume(root, model, trainer.optimizer, noise, config, seed)
-    checkpoint.check_disk(root, model, config.keep_checkpoints)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    checkpoint.resume(root, training)
+    checkpoint.check_disk(root, training)
     say(
-        f"draft of 1 layer, {trained:,} trained parameters; loss KL(target || draft), {config.ttt_steps} TTT steps; "
-        f"{len(plan)} optimiser steps, products in {str(trainer.dtype).removeprefix('torch.')} on {device}"
+        f"draft of 1 layer, {sum(p.numel() for p in training.trained().values()):,} trained parameters; loss "
+        f"KL(target || draft) over {config.ttt_steps} TTT steps; {len(plan)} optimiser steps, "
+        f"{products(training)} products on {noise.device}"
     )
-
+    try_largest(training, data, plan)
+    metrics = Metrics(out / "logs", training.step)
     sizes = np.minimum(data.lengths, config.batch_tokens)
-    todo = plan[progress.step :]
-    metrics = Metrics(out / "logs", progress.step)
+    todo = [(step, sum(int(sizes[indices].sum()) for indices in step.batches)) for step in plan[training.step :]]
     spent, waited, tokens_done = 0.0, 0.0, 0
-    with bar("train", sum(tokens_of(step, sizes) for step in todo), "tok") as shown:
-        for step, batches, wait in prefetch(lambda s: load(s, data, config.batch_tokens), todo):
+
+    with bar("train", sum(tokens for _, tokens in todo), "tok") as shown:
+        for (step, tokens), batches, wait in prefetch(lambda s: load(data, s[0], config.batch_tokens), todo):
             clock = time.perf_counter()
-            lr = learning_rate(progress.step, len(plan), config)
-            row = optimiser_step(trainer, batches, lr, progress, lambda i, step=step: names(data, step, i))
-            tokens = tokens_of(step, sizes)
+            lr = learning_rate(training.step, len(plan), config)
+            row = optimiser_step(
+                training, batches, lr, [[data.ids[i] for i in indices] for indices in step.batches]
+            )
+            training.counts["tokens"] += tokens
             seconds = time.perf_counter() - clock + wait
             spent, waited, tokens_done = spent + seconds, waited + wait, tokens_done + tokens
-            progress.counts["tokens"] += tokens
-            row |= {"epoch": step.epoch, "tokens_per_second": tokens / seconds, "waited_seconds": wait}
-            metrics.write(progress.step, "train", row)
+            speed = {"tokens_per_second": tokens / seconds, "waited_seconds": wait}
+            metrics.write(training.step, "train", row | {"epoch": step.epoch} | speed)
             shown.update(tokens, f"loss {row['loss']:.3f}")
 
-            last = progress.step == len(plan)
-            if len(heldout) and (last or is_due(config.eval_every, progress.step, step)):
-                row = evaluate(trainer, heldout)
-                metrics.write(progress.step, "eval", row)
-                progress.judge(row)
-                say(
-                    f"step {progress.step}: held-out loss {row['loss']:.4f}, τ {row['tau'] or math.nan:.3f} replayed"
-                )
-            if last or progress.best == progress.step or is_due(config.checkpoint_every, progress.step, step):
-                state = {
-                    "epoch": step.epoch,
-                    "total_steps": len(plan),
-                    "seed": seed,
-                    "config": config.model_dump(mode="json"),
-                }
-                checkpoint.save(root, model, trainer.optimizer, noise, progress, state, provenance)
-                checkpoint.prune(root, config.keep_checkpoints, progress.best)
+            last = training.step == len(plan)
+            if len(heldout) and (last or is_due(config.eval_every, training.step, step)):
+                row = evaluate(training, heldout)
+                metrics.write(training.step, "eval", row)
+                training.judge(row)
+                tau = "no rounds" if row["tau"] is None else f"replayed τ {row['tau']:.3f}"
+                say(f"step {training.step}: held-out loss {row['loss']:.4f}, {tau}")
+            if last or training.best == training.step or is_due(config.checkpoint_every, training.step, step):
+                checkpoint.save(root, training, provenance or {})
     metrics.close()
-    checkpoint.publish(root, progress.best or progress.step, out)
+    checkpoint.publish(root, training.best or training.step, out)
+    best = next((e for e in training.evals if e["step"] == training.best), {"tau": None, "loss": None})
     return {
-        "counts": {"steps": progress.step, **progress.counts, "samples": len(data), "heldout": len(heldout)},
-        "best_step": progress.best,
-        **next(
-            (e for e in progress.evals if e["step"] == progress.best), {"tau": None, "accept_rate_by_position": []}
-        ),
-        "evals": [{k: e[k] for k in ("step", "tau", "loss")} for e in progress.evals],
+        "counts": {"steps": training.step, **training.counts, "samples": len(data), "heldout": len(heldout)},
+        **{k: v for k, v in best.items() if k != "step"},
+        "best_step": training.best,
+        "evals": [{k: e[k] for k in ("step", "tau", "loss")} for e in training.evals],
         "tokens_per_second": tokens_done / spent if spent else None,
         "wait_share": waited / spent if spent else None,
         "warnings": warnings,
@@ -127,46 +102,47 @@ def fit(
 def plan_run(data: Store, heldout: Store, config: TrainConfig, seed: int) -> tuple[list[StepPlan], list[str]]:
     """The optimiser steps of the run, and what its user should know about them."""
     if not len(data):
-        raise EyasError(
-            f"{data.folder} holds no training samples", "see the counts and quarantine of the prepare stage"
-        )
+        raise EyasError(f"{data.folder} holds no training samples", "see what `prepare` has counted and set aside")
     if not data.supervised_counts.sum():
         raise EyasError(f"{data.folder} holds no supervised token: there is nothing to learn")
-    plan = plan_steps(
-        data.lengths, config.batch_tokens, config.accumulation, seed, config.epochs, config.max_steps
-    )
-    warnings = []
-    if config.max_steps:
-        whole = len(plan_steps(data.lengths, config.batch_tokens, config.accumulation, seed, config.epochs))
-        if whole != config.max_steps:
-            warnings.append(
-                f"max_steps is {config.max_steps}; {config.epochs} epochs of the data are {whole} optimiser steps"
-            )
+    arguments = data.lengths, config.batch_tokens, config.accumulation, seed, config.epochs
+    plan, warnings = plan_steps(*arguments, config.max_steps), []
+    if config.max_steps and (whole := len(plan_steps(*arguments))) != config.max_steps:
+        warnings.append(
+            f"max_steps is {config.max_steps}; train.epochs {config.epochs} would be {whole} optimiser steps"
+        )
     if cut := int((data.lengths > config.batch_tokens).sum()):
         warnings.append(
-            f"{cut} of {len(data)} samples are longer than train.batch_tokens {config.batch_tokens} and cut there"
+            f"{cut} of {len(data)} samples are longer than train.batch_tokens {config.batch_tokens}: cut there"
         )
     if not len(heldout):
         warnings.append(
-            "no held-out samples: nothing says which step is best, the last one is kept (see data.heldout)"
+            "no held-out samples, so nothing says which step is best: the last is kept (see data.heldout)"
         )
     for text in warnings:
         warn(text)
     return plan, warnings
 
 
-def load(step: StepPlan, data: Store, budget: int) -> list[TrainBatch]:
+def try_largest(training: Training, data: Store, plan: list[StepPlan]) -> None:
+    """On a GPU, run the micro-batch with most supervised tokens once: too little memory is said now, not in
+    hours."""
+    if training.noise.device.type == "cpu":
+        return
+    supervised, budget = data.supervised_counts, training.config.batch_tokens
+    largest = max((indices for step in plan for indices in step.batches), key=lambda i: supervised[i].sum())
+    try:
+        forward(
+            training, move(pack((data[int(i)] for i in largest), budget), training.noise.device)
+        ).loss.backward()
+    except torch.OutOfMemoryError as e:
+        what = f"{budget} tokens, {supervised[largest].sum()} of them supervised"
+        raise EyasError(f"a micro-batch of {what}, does not fit: {e}", "lower train.batch_tokens") from e
+    training.optimizer.zero_grad()
+
+
+def load(data: Store, step: StepPlan, budget: int) -> list[TrainBatch]:
     return [pack((data[int(i)] for i in indices), budget) for indices in step.batches]
-
-
-def tokens_of(step: StepPlan, sizes: np.ndarray) -> int:
-    return sum(int(sizes[indices].sum()) for indices in step.batches)
-
-
-def names(data: Store, step: StepPlan, micro: int | None) -> str:
-    """Sample ids of one micro-batch, or of the whole step."""
-    chosen = step.batches if micro is None else [step.batches[micro]]
-    return ", ".join(data.ids[int(i)] for indices in chosen for i in indices)
 
 
 def is_due(every: int | None, done: int, step: StepPlan) -> bool:
@@ -174,114 +150,101 @@ def is_due(every: int | None, done: int, step: StepPlan) -> bool:
 
 
 def optimiser_step(
-    trainer: Trainer, batches: list[TrainBatch], lr: float, progress: Progress, names: Callable[[int | None], str]
+    training: Training, batches: list[TrainBatch], lr: float, ids: list[list[str]]
 ) -> dict[str, Any]:
-    """Forward and backward over the micro-batches, clip, update. Returns the step's metrics as plain numbers."""
-    for group in trainer.optimizer.param_groups:
+    """Forward and backward over the micro-batches, clip, update. Returns the step's metrics as plain numbers.
+
+    Raises EyasError naming the samples (`ids` of each micro-batch) when a loss or the gradient is not finite.
+    """
+    config, device = training.config, training.noise.device
+    for group in training.optimizer.param_groups:
         group["lr"] = lr
-    counted = [counted_rows(b.supervised, b.doc_end, trainer.config.ttt_steps) for b in batches]  # each [K, N]
+    counted = [counted_rows(b.supervised, b.doc_end, config.ttt_steps) for b in batches]  # each [K, N]
     totals = torch.stack([c.sum(1) for c in counted]).sum(0)  # [K]
-    losses, sums = [], []
+    losses, sums = [], torch.zeros(3, config.ttt_steps, device=device)
     for batch in batches:
-        output = forward(trainer, with_noise(trainer, move(batch, trainer.device)), totals)
+        output = forward(training, add_noise(training, move(batch, device)), totals)
         output.loss.backward()
-        losses.append(output.loss.detach().float())
-        sums.append(per_step_sums(output))
-    norm = clip_gradients([p for p in trainer.model.parameters() if p.requires_grad], trainer.config.grad_clip)
-    means = torch.stack(sums).sum(0) / totals.clamp(min=1).to(trainer.device)  # [3, K]
-    numbers = torch.cat(
-        [norm.reshape(1), torch.stack(losses), means.flatten()]
-    ).tolist()  # the one wait for the device
-    gradient, micro_losses = numbers[0], numbers[1 : 1 + len(losses)]
-    for i, loss in enumerate(micro_losses):
-        if not math.isfinite(loss):
-            raise EyasError(
-                f"step {progress.step + 1}: the loss is {loss}; samples of the micro-batch: {names(i)}", _NAN_HINT
-            )
-    if not math.isfinite(gradient):
-        raise EyasError(
-            f"step {progress.step + 1}: the gradient norm is {gradient}; samples of the step: {names(None)}",
-            _NAN_HINT,
-        )
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
-    progress.step += 1
-    progress.counts["supervised"] += sum(len(b.targets) for b in batches)
-    progress.counts["rows_computed"] += sum(int(c.any(0).sum()) for c in counted)
-    progress.counts["rows_total"] += sum(len(b.input_ids) for b in batches)
-    kl, hits, overlap = means.tolist()
-    return {
-        "loss": sum(micro_losses), "lr": lr, "grad_norm": gradient, "loss_by_step": kl,
-        "accuracy_by_position": hits, "overlap_by_position": overlap,
-    }  # fmt: skip
+        losses.append(output.loss.detach())
+        sums += step_sums(output)
+    norm = clip_gradients(list(training.trained().values()), config.grad_clip)
+    numbers = torch.stack([norm, *losses]).tolist()  # the one place that waits for the device
+    checked = [("loss", *pair) for pair in zip(numbers[1:], ids, strict=True)]
+    for what, value, names in [*checked, ("gradient norm", numbers[0], list(chain(*ids)))]:
+        if not math.isfinite(value):
+            hint = "try a lower train.lr, or train.dtype float32; the checkpoints before this step are kept"
+            raise EyasError(f"step {training.step + 1}: the {what} is {value}; samples: {', '.join(names)}", hint)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.step += 1
+    training.counts["supervised"] += sum(len(b.targets) for b in batches)
+    training.counts["rows_computed"] += sum(int(c.any(0).sum()) for c in counted)
+    training.counts["rows_total"] += sum(len(b.input_ids) for b in batches)
+    kl, hits, overlap = (sums.cpu() / totals.clamp(min=1)).tolist()
+    means = {"loss_by_step": kl, "target_accuracy_by_step": hits, "overlap_by_step": overlap}
+    return {"loss": sum(numbers[1:]), "lr": lr, "grad_norm": numbers[0], **means}
 
 
-_NAN_HINT = "a lower train.lr or train.dtype float32 may help; checkpoints of earlier steps are kept"
-
-
-def move(batch: TrainBatch, device: str) -> TrainBatch:
+def move(batch: TrainBatch, device: torch.device) -> TrainBatch:
     """What is computed with goes to the device; what the row plan is made from stays."""
-    if device == "cpu":
+    if device.type == "cpu":
         return batch
-    moved = {
-        k: getattr(batch, k).pin_memory().to(device, non_blocking=True) for k in ("input_ids", "aux", "targets")
-    }
-    return batch._replace(**moved)
+    fields = ("input_ids", "aux", "targets")
+    return batch._replace(**{f: getattr(batch, f).pin_memory().to(device, non_blocking=True) for f in fields})
 
 
-def with_noise(trainer: Trainer, batch: TrainBatch) -> TrainBatch:
+def add_noise(training: Training, batch: TrainBatch) -> TrainBatch:
     """Gaussian noise on the aux states, relative to the RMS of each state."""
-    if not trainer.config.noise:
+    if not training.config.noise:
         return batch
-    width = trainer.model.config.target_hidden_size
-    aux = batch.aux.float().unflatten(1, (-1, width))  # [N, A, H]
-    draw = torch.randn(aux.shape, generator=trainer.noise, device=aux.device)
+    aux = batch.aux.float().unflatten(1, (training.model.config.num_aux, -1))  # [N, A, H]
+    draw = torch.randn(aux.shape, generator=training.noise, device=aux.device)
     rms = aux.pow(2).mean(-1, keepdim=True).sqrt()  # [N, A, 1]
-    return batch._replace(aux=torch.addcmul(aux, draw, rms, value=trainer.config.noise).flatten(1))
+    return batch._replace(aux=torch.addcmul(aux, draw, rms, value=training.config.noise).flatten(1))
 
 
-def forward(trainer: Trainer, batch: TrainBatch, totals: Tensor | None = None) -> TTTOutput:
-    """The model's forward pass, its products in `trainer.dtype`; gradients reach the float32 weights."""
-    arguments = {
-        "batch": batch,
-        "ttt_steps": trainer.config.ttt_steps,
-        "ttt_step_loss_decay": trainer.config.ttt_decay,
-    }
-    if trainer.dtype == torch.float32:
-        return trainer.model(**arguments, totals=totals)
-    copies = {name: p.to(trainer.dtype) for name, p in trainer.model.named_parameters()}
-    return functional_call(trainer.model, copies, kwargs=arguments | {"totals": totals})
+def products(training: Training) -> str:
+    """Precision of the matrix products."""
+    auto = "bfloat16" if training.noise.device.type == "cuda" else "float32"
+    return auto if training.config.dtype == "auto" else training.config.dtype
 
 
-def per_step_sums(output: TTTOutput) -> Tensor:
+def forward(training: Training, batch: TrainBatch, totals: Tensor | None = None) -> TTTOutput:
+    """The model's forward pass; gradients reach the float32 weights whatever the precision of its products."""
+    arguments = {"batch": batch, "ttt_steps": training.config.ttt_steps, "totals": totals}
+    arguments["ttt_step_loss_decay"] = training.config.ttt_decay
+    if products(training) == "float32":
+        return training.model(**arguments)
+    copies = {name: p.to(torch.bfloat16) for name, p in training.model.named_parameters()}
+    return functional_call(training.model, copies, kwargs=arguments)
+
+
+def step_sums(output: TTTOutput) -> Tensor:
     """[3, K]: KL, arg-max hits and overlap, each summed over the rows counted at TTT step k."""
     return torch.stack([output.kl.float(), output.hits.float(), output.overlap.float()])
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer, heldout: Store) -> dict[str, Any]:
-    """Loss and replayed acceptance (`Replay.summary`) over all held-out samples; ratios of sums, so the batches do not
-    matter. `overlap_by_position`: mean of sum_v min(target, draft), the acceptance of sampling at each TTT step."""
-    budget, sums, counts, walked = trainer.config.batch_tokens, [], [], []
-    trainer.model.eval()
-    plan = plan_epoch(heldout.lengths, budget, seed=0, epoch=0)
-    for _, batch, _ in prefetch(lambda indices: pack((heldout[int(i)] for i in indices), budget), plan):
-        output = forward(trainer, move(batch, trainer.device))
-        sums.append(per_step_sums(output).double().cpu())
-        counts.append(output.counts.cpu())
-        walked.append(
-            replay(
-                output.draft_tokens.cpu().numpy(),
-                *(x.numpy() for x in (batch.input_ids, batch.supervised, batch.doc_end)),
-            )
-        )
-    trainer.model.train()
-    kl, _, overlap = (torch.stack(sums).sum(0) / torch.stack(counts).sum(0).clamp(min=1)).tolist()
-    weights = [trainer.config.ttt_decay**k for k in range(trainer.config.ttt_steps)]
+def evaluate(training: Training, heldout: Store) -> dict[str, Any]:
+    """Loss and replayed acceptance (`Replay.summary`) over all held-out samples: ratios of sums.
+
+    `overlap_by_step`: mean of sum_v min(target, draft) at TTT step k, the acceptance of sampled drafts.
+    `target_accuracy_by_step`: share of rows whose arg-max is the target's over the draft vocabulary.
+    """
+    config, device = training.config, training.noise.device
+    sums, walked = torch.zeros(3, config.ttt_steps, dtype=torch.float64), []
+    counts = torch.zeros(config.ttt_steps, dtype=torch.int64)
+    training.model.eval()
+    plan = plan_epoch(heldout.lengths, config.batch_tokens, seed=0, epoch=0)
+    for _, batch, _ in prefetch(lambda ids: pack((heldout[int(i)] for i in ids), config.batch_tokens), plan):
+        output = forward(training, move(batch, device))
+        sums += step_sums(output).cpu()
+        counts += output.counts.cpu()
+        rows = (x.numpy() for x in (output.draft_tokens.cpu(), batch.input_ids, batch.supervised, batch.doc_end))
+        walked.append(replay(*rows))
+    training.model.train()
+    kl, hits, overlap = (sums / counts.clamp(min=1)).tolist()
+    weights = [config.ttt_decay**k for k in range(config.ttt_steps)]
     loss = sum(w * x for w, x in zip(weights, kl, strict=True)) / sum(weights)
-    return {
-        "loss": loss,
-        "loss_by_step": kl,
-        "overlap_by_position": overlap,
-        **sum(walked[1:], walked[0]).summary(),
-    }
+    means = {"loss_by_step": kl, "target_accuracy_by_step": hits, "overlap_by_step": overlap}
+    return {"loss": loss, **means, **sum(walked[1:], walked[0]).summary()}

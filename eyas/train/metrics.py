@@ -1,4 +1,5 @@
-"""What a run measured, as plain numbers: one JSON object a line in `metrics.jsonl`, and the same for TensorBoard."""
+"""What a run measured, as plain numbers: one JSON object a line in `metrics.jsonl`, and the same for
+TensorBoard."""
 
 import json
 from pathlib import Path
@@ -8,7 +9,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class Metrics:
-    """Rows `{"step", "train": {...}}` and `{"step", "eval": {...}}`; lists become `name/0`, `name/1`, ... in TensorBoard.
+    """Rows `{"step", "train": {...}}` and `{"step", "eval": {...}}`; lists become `name/0`, `name/1`, ... in
+    TensorBoard.
 
     Args:
         folder: `logs/` of the stage.

@@ -19,7 +19,8 @@ def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
-    """Rate of optimiser step `step` (the first is 0) of `total`: linear warm-up to `lr`, cosine to `min_lr` * `lr`."""
+    """Rate of optimiser step `step` (the first is 0) of `total`: linear warm-up to `lr`, cosine to `min_lr` *
+    `lr`."""
     warm = round(config.warmup * total)
     if step < warm:
         return config.lr * (step + 1) / warm

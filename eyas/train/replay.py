@@ -1,8 +1,9 @@
 """The acceptance a server would see, from held-out features alone: no target, no decoding.
 
-For a greedy answer of the target the stored tokens are what the target would produce, and until its first miss a chain
-drafted at row t is fed exactly the stored tokens. So one teacher-forced TTT pass holds every chain: the one of row t
-is accepted as far as its leading arg-max predictions equal the stored tokens. For sampled answers it is an estimate.
+For a greedy answer of the target the stored tokens are what the target would produce, and until its first miss a
+chain drafted at row t is fed exactly the stored tokens. So one teacher-forced TTT pass holds every chain: the one
+of row t is accepted as far as its leading arg-max predictions equal the stored tokens. For sampled answers it is
+an estimate.
 
 Rows are shifted: row r holds token x[r+1] and its chain predicts x[r+2], x[r+3], ...
 """
@@ -20,12 +21,12 @@ class Replay:
         rounds: [K] verified rounds when n = 1..K tokens are drafted in each.
         tokens: tokens produced by those rounds, the bonus token of each included; the first token of an answer is
             not (it comes with the prompt), nor is anything after its end.
-        reached: [K] rounds (of n = K) in which draft position k was still asked for: all before it were accepted and
-            the answer was not over.
+        reached: [K] rounds (of n = K) in which draft position k was still asked for: all before it were accepted
+            and the answer was not over.
         accepted: [K] rounds (of n = K) in which position k was accepted.
         eligible, hits, prefix_hits, prefix_eligible: [K] teacher-forced counts over all rows: rows with a stored
-            token at position k; those where the arg-max is that token; those where it is at positions 0..k; and those
-            where it was at 0..k-1 (and k exists).
+            token at position k; those where the arg-max is that token; those where it is at positions 0..k; and
+            those where it was at 0..k-1 (and k exists).
     """
 
     rounds: np.ndarray
@@ -43,10 +44,10 @@ class Replay:
     def summary(self) -> dict[str, object]:
         """Ratios of sums; None where the denominator is 0.
 
-        `tau`: tokens / rounds with K drafted tokens, `tau_by_draft_tokens[n-1]` with n. `accept_rate_by_position[k]`:
-        α_k = P(position k accepted | all before it were). `accept_share_by_position[k]`: the same count over all
-        rounds. `accuracy_by_position`: teacher-forced, unconditional; `conditional_accuracy_by_position`: given the
-        positions before were right.
+        `tau`: tokens / rounds with K drafted tokens, `tau_by_draft_tokens[n-1]` with n.
+        `accept_rate_by_position[k]`: α_k = P(position k accepted | all before it were).
+        `accept_share_by_position[k]`: the same count over all rounds. `accuracy_by_position`: teacher-forced,
+        unconditional; `conditional_accuracy_by_position`: given the positions before were right.
         """
         taus = _ratio(np.full_like(self.rounds, self.tokens), self.rounds)
         return {

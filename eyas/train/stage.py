@@ -30,18 +30,19 @@ def run(ctx: Context) -> dict[str, Any]:
     size = len(tables["d2t"]) if tables else spec.vocab_size
     if not tables and config.vocab.size < spec.vocab_size:
         raise EyasError(
-            f"vocab.size is {config.vocab.size} and the target's vocabulary {spec.vocab_size}, but {tables_file} is missing",
+            f"{tables_file} is missing: vocab.size {config.vocab.size} of the target's {spec.vocab_size} needs it",
             "make it with `eyas vocab`",
         )
     shape = Eagle3DraftConfig.from_target(spec, config.draft, list(data.meta.aux_layers), size)
     model = Eagle3DraftModel(shape, tables.get("t2d"), tables.get("d2t"))
     model.load_target(weights)
     initial = init_weights(model, weights, spec, config.draft.init, config.seed)
+    model.to(config.torch_device())
     provenance = {
         "eyas": __version__,
         "target": spec.name,
         "target_fingerprint": spec.fingerprint,
         "seed": config.seed,
     }
-    result = fit(model, data, heldout, config.train, ctx.out, config.seed, config.torch_device(), provenance)
+    result = fit(model, data, heldout, config.train, ctx.out, config.seed, provenance)
     return {**result, "init": initial}

@@ -15,11 +15,26 @@ def test_a_broken_line_is_a_bad_row_with_its_number_and_the_rest_is_read(tmp_pat
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(ROW).encode() + b'\n{"messages": [}\n\n[1]\n\xff\xfe\n' + json.dumps(ROW).encode())
     rows = list(read_rows([str(path)]))
-    assert [(r.number, r.value is not None) for r in rows] == [(1, True), (2, False), (4, False), (5, False), (6, True)]
+    assert [(r.number, r.value is not None) for r in rows] == [
+        (1, True),
+        (2, False),
+        (4, False),
+        (5, False),
+        (6, True),
+    ]
     assert "column 15" in str(rows[1].error)
     assert rows[2].error == "expected an object, found list"
-    assert "UTF-8" in str(rows[3].error)
+    assert "'utf-8' codec can't decode byte 0xff" in str(rows[3].error)
     assert count_lines([str(path)]) == 6
+
+
+def test_half_a_surrogate_pair_is_a_bad_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "\\ud83d"}]}\n{"id": "\\ud83d\\ude00"}'
+    )
+    bad, good = read_rows([str(tmp_path / "a.jsonl")])
+    assert "surrogate" in str(bad.error)
+    assert good.value == {"id": "😀"}
 
 
 def test_rows_are_read_one_by_one_without_guessing_a_column_type(tmp_path):
@@ -54,7 +69,10 @@ def test_parquet_nulls_count_as_absent_fields(tmp_path):
     pq.write_table(pa.Table.from_pylist([{"conversations": turns, "messages": None}]), tmp_path / "a.parquet")
     (row,) = read_rows([str(tmp_path / "a.parquet")])
     assert row.value
-    assert parse(row.value).messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    assert parse(row.value).messages == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+    ]
 
 
 @pytest.mark.parametrize(

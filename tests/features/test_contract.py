@@ -20,7 +20,9 @@ def test_good_features_pass_and_are_given_back(make_features, meta):
     assert features.validate(meta) is features
 
 
-@pytest.mark.parametrize(("value", "words"), [(float("nan"), "is NaN"), (float("inf"), "infinite"), (-float("inf"), "infinite")])
+@pytest.mark.parametrize(
+    ("value", "words"), [(float("nan"), "is NaN"), (float("inf"), "is infinite"), (-float("inf"), "is infinite")]
+)
 def test_nan_and_infinity_name_sample_tensor_layer_and_token(make_features, meta, value, words):
     bad = spoiled(make_features("sample-9", 6), "aux_hidden_states", (3, 1, 4), value)
     with pytest.raises(BadFeatures, match=rf"sample sample-9: aux_hidden_states of layer 3 at token 3 {words}"):
@@ -75,7 +77,7 @@ def test_a_value_beyond_bf16_is_an_error_not_an_infinity(meta, make_features):
     aux = torch.ones(2, 3, 8)
     aux[1, 0, 0] = 3.4e38  # finite in float32
     made = base.from_states("big", base.token_ids, base.loss_mask, aux, torch.ones(2, 8))
-    with pytest.raises(BadFeatures, match="sample big: .* layer 2 at token 1 is infinite in bfloat16"):
+    with pytest.raises(BadFeatures, match=r"sample big: .* layer 2 at token 1 is infinite in bfloat16"):
         made.validate(meta)
 
 
@@ -91,7 +93,7 @@ def test_states_are_rounded_to_nearest_and_only_supervised_last_rows_kept(make_f
 
 def test_rows_that_do_not_match_tokens_are_refused(make_features):
     base = make_features(tokens=3)
-    with pytest.raises(BadFeatures, match="3 tokens, but rows: .*'aux_hidden_states': 4"):
+    with pytest.raises(BadFeatures, match=r"3 tokens, but rows: .*'aux_hidden_states': 4"):
         base.from_states("r", torch.arange(3), torch.ones(3), torch.ones(4, 3, 8), torch.ones(3, 8))
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import gzip
+import io
 import os
 import threading
 import time
@@ -21,7 +22,12 @@ LAST = torch.full((T, H), 7.0).bfloat16()
 
 V0 = {"input_ids": IDS, "loss_mask": MASK, "hidden_state": AUX.flatten(1), "target": LAST}
 V1 = {"input_ids": IDS, "loss_mask": MASK, "hidden_states": [*AUX.unbind(1), LAST]}
-SPECFORGE = {"input_ids": IDS, "loss_mask": MASK, "aux_hidden_state": AUX.flatten(1)[None], "hidden_state": LAST[None]}
+SPECFORGE = {
+    "input_ids": IDS,
+    "loss_mask": MASK,
+    "aux_hidden_state": AUX.flatten(1)[None],
+    "hidden_state": LAST[None],
+}
 VLLM = {"hidden_states": torch.cat([AUX, LAST[:, None]], 1), "token_ids": IDS}
 
 
@@ -29,8 +35,9 @@ def save(path: Path, data: dict) -> Path:
     if path.suffix == ".safetensors":
         save_file(data, path)
     elif path.suffix == ".gz":
-        with gzip.open(path, "wb") as f:
-            torch.save(data, f)
+        plain = io.BytesIO()
+        torch.save(data, plain)
+        path.write_bytes(gzip.compress(plain.getvalue()))
     else:
         torch.save(data, path)
     return path
@@ -86,7 +93,7 @@ def test_truncated_file_is_named(tmp_path, file):
 
 @pytest.mark.parametrize("file", ["a.pt", "a.ckpt.gz", "a.safetensors"])
 def test_missing_file_is_named(tmp_path, file):
-    with pytest.raises(EyasError, match=f"{file} does not exist"):
+    with pytest.raises(EyasError, match=f"{file} cannot be read: .*No such file"):
         read_foreign(tmp_path / file)
 
 
@@ -104,7 +111,7 @@ def test_a_list_or_a_tensor_is_no_sample(tmp_path):
 def test_a_dump_short_by_some_blocks_is_refused(tmp_path):
     """Prefix caching can cost a dump its first blocks: states and token ids then differ in number."""
     path = save(tmp_path / "a.safetensors", {**VLLM, "hidden_states": VLLM["hidden_states"][2:]})
-    with pytest.raises(EyasError, match="differ in length: .*'token_ids': 5, 'aux_hidden_states': 3"):
+    with pytest.raises(EyasError, match=r"differ in length: .*'token_ids': 5, 'aux_hidden_states': 3"):
         read_foreign(path)
 
 
@@ -113,9 +120,9 @@ def test_a_file_without_its_mask_is_refused(tmp_path):
         read_foreign(save(tmp_path / "a.pt", {k: v for k, v in V1.items() if k != "loss_mask"}))
 
 
-def test_a_held_lock_is_waited_for(tmp_path):
+def test_a_held_lock_is_waited_for_and_named(tmp_path, capfd):
     path, lock = tmp_path / "r.safetensors", tmp_path / "r.safetensors.lock"
-    held = open(lock, "wb")
+    held = lock.open("wb")
     fcntl.flock(held, fcntl.LOCK_EX)
 
     def writer() -> None:
@@ -127,14 +134,7 @@ def test_a_held_lock_is_waited_for(tmp_path):
     thread.start()
     assert torch.equal(read_foreign(path)["last_hidden_state"], LAST)
     thread.join()
-
-
-def test_a_lock_that_is_never_released_ends_in_an_error(tmp_path):
-    path = save(tmp_path / "r.safetensors", VLLM)
-    with open(tmp_path / "r.safetensors.lock", "wb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(EyasError, match=r"r.safetensors.lock was still held after 0.1 s"):
-            read_foreign(path, lock_timeout=0.1)
+    assert "r.safetensors.lock" in capfd.readouterr().err.replace("\n", "")
 
 
 def test_a_free_lock_file_or_none_means_the_data_is_complete(tmp_path):

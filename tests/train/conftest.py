@@ -5,10 +5,12 @@ import torch
 
 from eyas.config import DraftConfig, TrainConfig
 from eyas.features.contract import FeatureMeta, Features
-from eyas.features.store import Store, StoreWriter
+from eyas.features.store import StoreWriter
 from eyas.target.spec import TargetSpec
 from eyas.target.weights import TargetWeights
 from tests.tiny import make_target
+
+torch.set_num_threads(1)  # with tensors this small, threads only wait for each other
 
 AUX = [1, 3, 5]
 SAMPLES, HELDOUT = 24, 6
@@ -44,20 +46,21 @@ def stores(target, tmp_path_factory):
     )
     folder = tmp_path_factory.mktemp("features")
     writers = [StoreWriter(folder / name, meta, shard_bytes=100_000) for name in ("train", "heldout")]
+    answered: dict[int, torch.Tensor] = {}
+    for extra in range(6):  # prompts of one length are answered together
+        chosen = range(extra, SAMPLES + HELDOUT, 6)
+        draws = [torch.randint(3, 300, (4 + extra,), generator=torch.Generator().manual_seed(i)) for i in chosen]
+        ids = model.generate(torch.stack(draws), max_new_tokens=40, do_sample=False, eos_token_id=None)
+        answered |= {i: row[: 4 + extra + 12 + 7 * (i % 5)] for i, row in zip(chosen, ids, strict=True)}
     for i in range(SAMPLES + HELDOUT):
-        random = torch.Generator().manual_seed(i)
-        ids = torch.randint(3, 300, (1, 4 + i % 6), generator=random)
-        prompt = ids.shape[1]
+        ids = answered[i]
+        last.clear()
         with torch.no_grad():
-            for _ in range(12 + 7 * (i % 5)):
-                ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-            last.clear()
-            states = model(ids, output_hidden_states=True).hidden_states
-        mask = torch.arange(ids.shape[1]) >= prompt
+            states = model(ids[None], output_hidden_states=True).hidden_states
+        mask = torch.arange(len(ids)) >= 4 + i % 6
         aux = torch.stack([states[j][0] for j in AUX], 1)
-        writers[i >= SAMPLES].add(
-            Features.from_states(f"s{i}", ids[0], mask, aux, last[0].reshape(-1, spec.hidden_size))
-        )
+        features = Features.from_states(f"s{i}", ids, mask, aux, last[0].reshape(-1, spec.hidden_size))
+        writers[i >= SAMPLES].add(features)
     return tuple(w.close() for w in writers)
 
 
@@ -70,9 +73,13 @@ def new_draft(target):
 
     def make(draft_vocab_size: int = 128, **shape):
         config = Eagle3DraftConfig.from_target(spec, DraftConfig(**shape), AUX, draft_vocab_size)
+        if not config.pruned:
+            return initialised(Eagle3DraftModel(config))
         kept = torch.arange(draft_vocab_size) * 2
         t2d = torch.zeros(spec.vocab_size, dtype=torch.bool).index_fill_(0, kept, True)
-        model = Eagle3DraftModel(config, t2d, kept - torch.arange(draft_vocab_size))
+        return initialised(Eagle3DraftModel(config, t2d, kept - torch.arange(draft_vocab_size)))
+
+    def initialised(model):
         model.load_target(weights)
         init_weights(model, weights, spec)
         return model
@@ -82,18 +89,11 @@ def new_draft(target):
 
 @pytest.fixture
 def settings():
-    """Eight optimiser steps of a few seconds, with noise, unequal epochs, and checkpoints out of step with epochs."""
+    """Eight optimiser steps of a few seconds, with noise, unequal epochs, and checkpoints out of step with
+    epochs."""
 
     def make(**values):
         base = {"ttt_steps": 3, "batch_tokens": 128, "accumulation": 2, "lr": 3e-3, "max_steps": 8, "noise": 0.05}
         return TrainConfig(**(base | {"eval_every": 3, "checkpoint_every": 2, "dtype": "float32"} | values))
 
     return make
-
-
-def read(path) -> bytes:
-    return path.read_bytes()
-
-
-def tensors_of(store: Store):
-    return [store[i] for i in range(len(store))]

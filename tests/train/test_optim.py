@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ def test_warm_up_is_linear_and_the_cosine_ends_at_the_smallest_rate():
     rates = [learning_rate(s, 50, config) for s in range(50)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[-1] == pytest.approx(0.05)
-    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[4:]))
 
 
 @pytest.mark.parametrize(("total", "warmup", "steps"), [(1000, 0.01, 10), (50, 0.1, 5), (8, 0.0, 0), (3, 1.0, 3)])

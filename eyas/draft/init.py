@@ -1,0 +1,107 @@
+"""Initial weights of a draft: the target's where they mean the same, else random or constant; reported."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from eyas.draft.model import Eagle3DraftModel
+
+if TYPE_CHECKING:
+    from eyas.target.spec import TargetSpec
+    from eyas.target.weights import TargetWeights
+
+STD = 0.02  # of random matrices, as most targets' own `initializer_range`
+PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def init_weights(
+    model: Eagle3DraftModel, weights: "TargetWeights", spec: "TargetSpec", mode: str = "target", seed: int = 0
+) -> dict[str, dict[str, str]]:
+    """Set every trained tensor; the same arguments give the same bits.
+
+    mode "target": fc passes the highest aux state on; attention's hidden half, the MLP and the norms are those
+    of the target's last layer, so that the draft starts as a target that skips to its last layer; the embedding
+    half of q, k and v starts at zero, silent until training finds a use for it. mode "random": matrices normal
+    (0, 0.02), norms 1. In both, lm_head and the final norm are the target's.
+    Returns {"copied": {tensor: source}, "random": {tensor: why not copied}, "constant": {tensor: value and why}}.
+    """
+    final_norm = weights.final_norm()
+    head = weights.lm_head()
+    found = {
+        "lm_head.weight": (head[model.draft_ids().to(head.device)], "lm_head rows of the draft vocabulary"),
+        "norm.weight": (_norm(final_norm.weight, final_norm.flavour), "final norm"),
+    }
+    refused: dict[str, str] = {}
+    if mode == "target":
+        more, refused = _last_layer(model, weights, spec, final_norm.flavour)
+        found |= more
+    report: dict[str, dict[str, str]] = {"copied": {}, "random": {}, "constant": {}}
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.named_parameters():
+        why = refused.get(
+            name, "asked for random weights" if mode == "random" else "the target has no such tensor"
+        )
+        if name in found and found[name][0].shape != tensor.shape:
+            why = f"the target's is {list(found[name][0].shape)}, the draft's {list(tensor.shape)}"
+        elif name in found:
+            tensor.copy_(found[name][0])
+            report["copied"][name] = found[name][1]
+            continue
+        if tensor.dim() == 1:
+            tensor.fill_(1.0)
+            report["constant"][name] = f"1: {why}"
+        else:
+            tensor.copy_(torch.empty(tensor.shape).normal_(0, STD, generator=generator))
+            report["random"][name] = why
+    return report
+
+
+def _last_layer(
+    model: Eagle3DraftModel, weights: "TargetWeights", spec: "TargetSpec", flavour: str
+) -> tuple[dict[str, tuple[Tensor, str]], dict[str, str]]:
+    """What the draft can take from the last layer, and fc: {tensor: (value, source)}, {tensor: why not}."""
+    h, index = model.config.hidden_size, spec.num_layers - 1
+    last = {k: v for k, v in weights.layer(index).items() if v.dtype in PLAIN}
+    first = weights.layer(0).get("input_layernorm.weight")
+    fc = torch.zeros(model.fc.weight.shape)
+    fc[:, -h:] = torch.eye(h)
+    found = {"fc.weight": (fc, f"identity on the highest aux state (boundary {model.config.aux_layers[-1]})")}
+    refused: dict[str, str] = {}
+
+    def take(draft: str, source: str, value: Tensor | None = None) -> None:
+        value = last.get(source) if value is None else value
+        if value is not None:
+            found[f"layers.0.{draft}"] = (value.float(), f"layer {index} {source}")
+
+    # Families with norms behind attention and MLP name the one before the MLP differently.
+    sandwich = "pre_feedforward_layernorm.weight" in last
+    before_mlp = "pre_feedforward_layernorm.weight" if sandwich else "post_attention_layernorm.weight"
+    for draft, source in (("hidden_norm", "input_layernorm.weight"), ("post_attention_layernorm", before_mlp)):
+        if source in last:
+            take(f"{draft}.weight", source, _norm(last[source], flavour))
+    if first is not None:
+        found["layers.0.input_layernorm.weight"] = (
+            _norm(first, flavour).float(),
+            "layer 0 input_layernorm.weight",
+        )
+    for part in ("gate", "up", "down"):
+        take(f"mlp.{part}_proj.weight", f"mlp.{part}_proj.weight")
+    take("self_attn.o_proj.weight", "self_attn.o_proj.weight")
+    for part in "qkv":
+        source = f"self_attn.{part}_proj.weight"
+        if part != "v" and {f"self_attn.{part}_norm.weight", f"self_attn.{part}_proj.bias"} & last.keys():
+            refused[f"layers.0.{source}"] = "the target's has a norm or a bias behind it that the draft lacks"
+        elif source in last and last[source].dim() == 2:
+            take(source, source, torch.cat([torch.zeros_like(last[source]), last[source]], 1))
+    if sandwich:
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            if found.pop(f"layers.0.{name}", None):
+                refused[f"layers.0.{name}"] = "the target has a norm behind it that the draft lacks"
+    return found, refused
+
+
+def _norm(weight: Tensor, flavour: str) -> Tensor:
+    """A norm's weight as the draft multiplies by it."""
+    return 1.0 + weight.float() if flavour == "gemma" else weight.float()
