@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from eyas.draft.model import Eagle3DraftModel
 from eyas.errors import EyasError
 from eyas.target.backend import Target
-from eyas.target.generate import _Layer
+from eyas.target.generate import KVLayer
 
 # float32 rounds in every addition of a sum over thousands of products; half types add up in float32 and round
 # once a layer. SmolLM2-135M, passes over one and over four tokens: logits differ by up to a third of the
@@ -37,7 +37,7 @@ class _Sequence:
     """The target's KV cache of one sequence. Its buffers are made once; cropping sets a number."""
 
     def __init__(self, target: Target, room: int):
-        self.target, self.layers = target, [_Layer(room) for _ in range(target.spec.num_layers)]
+        self.target, self.layers = target, [KVLayer(room) for _ in range(target.spec.num_layers)]
         layers: list[Any] = [*self.layers]
         self.arguments: dict[str, Any] = {target.cache_argument: Cache(layers=layers), "use_cache": True}
 
@@ -93,7 +93,7 @@ def speculative_decode(
         draft.new_cache(end + draft_tokens),
         [*prompt_ids],
     )
-    with target._boundaries(set(aux_layers)) as states:
+    with target.boundaries(set(aux_layers)) as states:
         tokens = torch.tensor(prompt_ids, device=target.device)
         bonus = sequence.step(tokens, keep=1).argmax(-1)  # [1]
         new = torch.cat([tokens[1:], bonus])  # [T]: the token after each newly verified position

@@ -103,7 +103,7 @@ def decode_all(
 
 
 def summarise(rows: list[dict[str, Any]], seconds: list[dict[str, float]], draft_tokens: int) -> dict[str, Any]:
-    """The stage's result: figures of each set and category. A figure that cannot be had is None, with its reason."""
+    """The stage's result: figures of each set and category; those that cannot be had are None, with the reason."""
 
     def figures(**match: Any) -> dict[str, Any]:
         pairs = zip(rows, seconds, strict=True)

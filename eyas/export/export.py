@@ -22,7 +22,7 @@ LAYOUTS = {"vllm": ("vLLM", vllm), "sglang": ("SGLang", sglang)}
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Write `vllm/` and `sglang/` (config.json, model.safetensors, README.md), each verified against the trained draft.
+    """Write `vllm/` and `sglang/` (config.json, weights, README.md) and verify each against the trained draft.
 
     Raises EyasError before writing anything for a draft that an engine would misread, and after writing for a
     folder that does not give the trained draft's logits.

@@ -1,7 +1,7 @@
 """verify: would this folder be served as it was trained? By the rules of the engine its layout is for.
 
-Both engines are silent about what matters: a missing tensor is uninitialised memory in both, SGLang passes
-over names it does not know, and a config key left out takes a default that differs between them.
+Both engines are silent about what matters: a missing tensor is uninitialised memory in both, SGLang passes over
+names it does not know, and a config key left out takes a default that differs between them.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from eyas.draft.config import Eagle3DraftConfig
 from eyas.draft.io import load_draft
 from eyas.draft.model import Eagle3DraftModel
 from eyas.errors import EyasError, UsageError
-from eyas.export.reader import Findings, read_config, read_shape, read_tensors
+from eyas.export.reader import TABLES, Findings, read_config, read_shape, read_tensors
 from eyas.features.contract import Features
 from eyas.features.store import Store
 from eyas.target.spec import TargetSpec
@@ -25,15 +25,13 @@ from eyas.vocab import check_vocab_mapping
 
 TOLERANCE = 1e-5  # of the largest logit, in float32
 ROWS, CHAIN = 64, 2  # verified rows and chain rows compared in each sample
-TABLES = {"d2t": torch.int64, "t2d": torch.bool}
 
 
 def verify(folder: str | Path, run_dir: str | Path | None = None, target: str | None = None) -> dict[str, Any]:
     """Check a draft folder, made here or elsewhere: {"ok", "format", "findings", "proof"}.
 
-    `target` (folder or hub id) adds the checks against the target's config; `run_dir` those against the run
-    that trained the draft: every tensor, and logits on real features. Raises UsageError for a path that is no
-    folder.
+    `target` (folder or hub id) adds the checks against the target's config; `run_dir` those against the run that
+    trained the draft: every tensor, and logits on real features. Raises UsageError for a path that is no folder.
     """
     path = Path(folder)
     if "://" in str(folder) or not path.is_dir():
@@ -62,65 +60,22 @@ def check(
     try:
         config, layout = read_config(folder)
         tensors = read_tensors(folder, layout, found)
-        _keys(config, layout, found)
         _values(tensors, found)
         shape = read_shape(config, layout, spec, found)
         if shape:
             _names(tensors, shape, layout, found)
             _vocabulary(tensors, shape, found)
-            if spec:
-                _target(shape, spec, found)
-            if trained and features and found.ok:
+            _target(shape, spec, found)
+            if trained and features is not None and found.ok:
                 proof = _prove(tensors, shape, trained, features, found)
     except ValueError as e:
-        found.add("error", "files", str(e))
+        found.error("files", str(e))
     return {"ok": found.ok, "format": layout, "findings": found.items, "proof": proof}
 
 
-def _keys(config: dict[str, Any], layout: str, found: Findings) -> None:
-    """Keys beside the shape that decide how, or whether, the engine serves the folder."""
-    own = config.get("speculators_config") or {}
-    layer = config.get("transformer_layer_config") if layout == "vllm" else config
-    layer = layer if isinstance(layer, dict) else {}
-    method = (own.get("proposal_methods") or [{}])[0]
-    faults = {
-        "tie_word_embeddings is true: the head would be the embedding table": layer.get("tie_word_embeddings"),
-        f"hidden_act {layer.get('hidden_act')}: the engines' drafts know silu": layer.get("hidden_act", "silu")
-        != "silu",
-    }
-    if layout == "vllm":
-        verifier = (own.get("verifier") or {}).get("name_or_path")
-        faults |= {
-            "speculators_model_type is not eagle3": config.get("speculators_model_type") != "eagle3",
-            "speculators_config.proposal_methods[0].speculative_tokens is missing": not method.get(
-                "speculative_tokens"
-            ),
-            "speculators_config.verifier.name_or_path is missing: the model vLLM serves": not verifier,
-            "transformer_layer_config.model_type is not llama": layer.get("model_type", "llama") != "llama",
-        }
-    else:
-        nulls = config.get("target_hidden_size", 0) is None
-        unused = (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False
-        faults |= {
-            "draft_vocab_size is missing: SGLang stops with an attribute error": "draft_vocab_size" not in config,
-            "target_hidden_size is null: engines test whether it is there; leave it out": nulls,
-            "eagle_config.use_aux_hidden_state is false: fc would not be used": unused,
-            "attention_bias is true: SGLang drops the biases of q, k and v": layer.get("attention_bias"),
-        }
-        if config.get("norm_output"):
-            message = "norm_output is true: engines feed the post-norm state back; SpecForge means something else"
-            found.add("info", "flags", message)
-    for message in (m for m, wrong in faults.items() if wrong):
-        found.add("error", "config", message)
-    if layout == "raw":
-        found.add("warning", "config", "architectures is LlamaForCausalLM: SGLang wants LlamaForCausalLMEagle3")
-    if layer.get("num_hidden_layers", 1) != 1:
-        found.add("error", "config", f"{layer['num_hidden_layers']} layers; only one-layer drafts can be verified")
-
-
 def _names(tensors: dict[str, Tensor], shape: Eagle3DraftConfig, layout: str, found: Findings) -> None:
-    """Every tensor the engine looks for is there, in its shape and type, and nothing it would refuse or pass over."""
-    with torch.device("meta"):  # the full vocabulary needs no tables, and its head is the only other difference
+    """Every tensor the engine looks for is there, in its shape and type, and nothing it refuses or passes over."""
+    with torch.device("meta"):  # made with the full vocabulary, which needs no tables
         whole = Eagle3DraftModel(replace(shape, draft_vocab_size=shape.vocab_size)).state_dict()
     expected = {n: list(t.shape) for n, t in whole.items()}
     expected["lm_head.weight"] = [shape.draft_vocab_size, shape.hidden_size]
@@ -128,19 +83,20 @@ def _names(tensors: dict[str, Tensor], shape: Eagle3DraftConfig, layout: str, fo
         expected |= {"d2t": [shape.draft_vocab_size], "t2d": [shape.vocab_size]}
     allowed = expected | {"embed_tokens.weight": [shape.vocab_size, shape.hidden_size]}
     for name in sorted(expected.keys() - tensors.keys() - {"t2d"}):
-        found.add("error", "names", f"{name} {expected[name]} is missing: the engine serves uninitialised memory")
+        found.error("names", f"{name} {expected[name]} is missing: the engine would serve uninitialised memory")
     for name in sorted(tensors.keys() - allowed.keys()):
-        changes = layout != "sglang" or name in TABLES or name.endswith(("q_norm.weight", "k_norm.weight", "bias"))
+        changes = name in TABLES or name.endswith(("q_norm.weight", "k_norm.weight", "bias"))
+        level = "warning" if layout == "sglang" and not changes else "error"
         message = f"{name} is not part of this draft: vLLM refuses it, SGLang passes over it"
-        found.add("error" if changes else "warning", "names", message, shape=list(tensors[name].shape))
+        found.add(level, "names", message, shape=list(tensors[name].shape))
     for name in sorted(tensors.keys() & allowed.keys()):
         if list(tensors[name].shape) != allowed[name]:
-            found.add("error", "shapes", f"{name}: expected {allowed[name]}, found {list(tensors[name].shape)}")
+            found.error("shapes", f"{name}: expected {allowed[name]}, found {list(tensors[name].shape)}")
         if tensors[name].dtype != TABLES.get(name, tensors[name].dtype):
-            found.add("error", "dtypes", f"{name}: expected {TABLES[name]}, found {tensors[name].dtype}")
-    kinds = {str(t.dtype) for n, t in tensors.items() if n not in TABLES}
-    if len(kinds) > 1 or not kinds <= {"torch.float32", "torch.bfloat16", "torch.float16"}:
-        found.add("warning", "dtypes", f"weights are stored as {', '.join(sorted(kinds))}")
+            found.error("dtypes", f"{name}: expected {TABLES[name]}, found {tensors[name].dtype}")
+    kinds = sorted({str(t.dtype) for n, t in tensors.items() if n not in TABLES})
+    if kinds not in (["torch.bfloat16"], ["torch.float16"], ["torch.float32"]):
+        found.warning("dtypes", f"weights are stored as {', '.join(kinds)}")
 
 
 def _values(tensors: dict[str, Tensor], found: Findings) -> None:
@@ -150,12 +106,11 @@ def _values(tensors: dict[str, Tensor], found: Findings) -> None:
             continue
         low, high = (float(x) for x in torch.aminmax(tensor.float()))
         if bad := int((~torch.isfinite(tensor)).sum()):
-            found.add("error", "values", f"{name} has {bad} values that are NaN or infinite")
-        elif low == high == 0:
-            vital = name in ("fc.weight", "norm.weight", "lm_head.weight")  # zero, they make all tokens equal
-            found.add("error" if vital else "warning", "values", f"{name} is all zero")
-        elif low == high and tensor.dim() > 1:
-            found.add("warning", "values", f"{name} is {low} everywhere: never trained?")
+            found.error("values", f"{name} has {bad} values that are NaN or infinite")
+        elif low == high == 0 and name in ("fc.weight", "norm.weight", "lm_head.weight"):
+            found.error("values", f"{name} is all zero: every token gets the same logit")
+        elif low == high and (low == 0 or tensor.dim() > 1):
+            found.warning("values", f"{name} is {low} everywhere: never trained?")
 
 
 def _vocabulary(tensors: dict[str, Tensor], shape: Eagle3DraftConfig, found: Findings) -> None:
@@ -165,38 +120,37 @@ def _vocabulary(tensors: dict[str, Tensor], shape: Eagle3DraftConfig, found: Fin
         return
     if t2d is None:
         found.add("info", "vocabulary", "t2d is not there; servers do not need it, training tools do")
-        targets = (torch.arange(len(d2t)) + d2t).clamp(0, shape.vocab_size - 1)
+        targets = (torch.arange(len(d2t)) + d2t).clamp(0, shape.vocab_size - 1).long()
         t2d = torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill(0, targets, True)
     try:
         check_vocab_mapping(d2t, t2d, shape.vocab_size)
     except EyasError as e:
         absolute = torch.equal(torch.nonzero(t2d).flatten(), d2t)
-        found.add(
-            "error",
-            "vocabulary",
-            e.message,
-            "d2t holds ids, not offsets: subtract 0, 1, ..." if absolute else e.hint,
+        found.error(
+            "vocabulary", e.message, "these are ids, not offsets: subtract 0, 1, ..." if absolute else e.hint
         )
 
 
-def _target(shape: Eagle3DraftConfig, spec: TargetSpec, found: Findings) -> None:
+def _target(shape: Eagle3DraftConfig, spec: TargetSpec | None, found: Findings) -> None:
     """The draft fits the target."""
-    for key, own, theirs in (
-        ("vocab_size", shape.vocab_size, spec.vocab_size),
-        ("target_hidden_size", shape.target_hidden_size, spec.hidden_size),
-    ):
-        if own != theirs:
-            found.add("error", "target", f"{key} is {own}, the target's is {theirs}")
-    if shape.max_position_embeddings < spec.max_position_embeddings:
-        message = f"max_position_embeddings is {shape.max_position_embeddings}, the target's "
-        found.add(
-            "warning", "target", f"{message}{spec.max_position_embeddings}: older vLLM fails on longer prompts"
+    if spec is None:
+        return
+    if (shape.vocab_size, shape.hidden_size) != (spec.vocab_size, spec.hidden_size):
+        sizes = (
+            f"{shape.vocab_size} and {shape.hidden_size}, the target's {spec.vocab_size} and {spec.hidden_size}"
         )
+        found.error("target", f"vocab_size and hidden_size are {sizes}")
     if shape.aux_layers[-1] > spec.num_layers:
-        found.add("error", "target", f"aux layers {list(shape.aux_layers)} exceed {spec.num_layers} layers")
-    own, theirs = shape.rope_parameters["rope_theta"], spec.rope_parameters["rope_theta"]
-    if own != theirs:
-        found.add("warning", "target", f"rope_theta is {own}, the target's {theirs}: right only if trained so")
+        found.error("target", f"aux layers {list(shape.aux_layers)} exceed the target's {spec.num_layers} layers")
+    positions, base = shape.max_position_embeddings, shape.rope_parameters["rope_theta"]
+    if positions < spec.max_position_embeddings:
+        theirs = spec.max_position_embeddings
+        found.warning(
+            "target", f"max_position_embeddings is {positions}, the target's {theirs}: older vLLM breaks there"
+        )
+    if base != spec.rope_parameters["rope_theta"]:
+        theirs = spec.rope_parameters["rope_theta"]
+        found.warning("target", f"rope_theta is {base}, the target's {theirs}: right only if trained so")
 
 
 @torch.no_grad()
@@ -206,42 +160,45 @@ def _prove(
     trained: Eagle3DraftModel,
     features: list[Features],
     found: Findings,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """A draft built from the folder alone gives the logits of the trained one rounded to the stored dtype.
 
     Both compute in float32, on a first pass over real features and the chain after it.
     """
     dtype = tensors["fc.weight"].dtype
-    own = {n: t.to(dtype) if t.is_floating_point() else t for n, t in trained.state_dict().items()}
-    for name in sorted(n for n in own if n not in tensors or not torch.equal(own[n], tensors[n])):
-        found.add("error", "proof", f"{name} is not the trained tensor rounded to {dtype}")
-    if shape.aux_layers != trained.config.aux_layers:
-        layers = f"{list(shape.aux_layers)}, the draft was trained on {list(trained.config.aux_layers)}"
-        found.add("error", "proof", f"the engine captures boundaries {layers}")
-    worst = compared = 0
-    models = []
-    for config, state in ((shape, tensors), (trained.config, own)):
-        model = Eagle3DraftModel(config, trained.t2d, state.get("d2t"))
-        model.load_state_dict({n: state.get(n, t) for n, t in model.state_dict().items()})
+    rounded = {n: t.to(dtype) if t.is_floating_point() else t for n, t in trained.state_dict().items()}
+    for name in sorted(n for n, t in rounded.items() if n not in tensors or not torch.equal(t, tensors[n])):
+        found.error("proof", f"{name} is not the trained tensor rounded to {dtype}")
+    own = trained.config
+    if shape.aux_layers != own.aux_layers:
+        layers = f"{list(shape.aux_layers)}, the draft was trained on {list(own.aux_layers)}"
+        found.error("proof", f"the engine captures boundaries {layers}")
+    if not found.ok:
+        return None
+    models = [Eagle3DraftModel(c, rounded.get("t2d"), rounded.get("d2t")) for c in (shape, own)]
+    for model, state in zip(models, (tensors, rounded), strict=True):
+        model.load_state_dict({n: state[n] for n in model.state_dict()})
         model.embed_tokens = trained.embed_tokens
-        models.append(model)
+    worst, compared = 0.0, 0
     for sample in features:
         if (rows := min(ROWS, len(sample.token_ids) - 1 - CHAIN)) > 0:
             got, wanted = (_logits(model, sample, rows) for model in models)  # [1 + CHAIN, Vd]
             worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max()))
             compared += len(wanted)
+    if not compared:
+        found.warning("proof", f"no sample has {CHAIN + 2} tokens: tensors are equal, but no logits were compared")
     if not worst <= TOLERANCE:
         message = f"logits differ from the trained draft's by {worst:.1e} of the largest, tolerance {TOLERANCE}"
-        found.add("error", "proof", message, "some flag does not mean to the engine what it meant in training")
+        found.error("proof", message, "some flag does not mean to the engine what it meant in training")
     return {"largest_difference": worst, "tolerance": TOLERANCE, "rows": compared}
 
 
 def _logits(model: Eagle3DraftModel, sample: Features, rows: int) -> Tensor:
     """Logits [1 + CHAIN, Vd] after `rows` verified positions and along the chain of the stored tokens."""
     ids, cache = sample.token_ids[1 : 1 + rows + CHAIN].long(), model.new_cache(rows + CHAIN)
-    logits, state = model.decode_step(model.fuse(sample.aux_hidden_states[:rows].flatten(1)), ids[:rows], cache)
-    out = [logits]
-    for token in ids[rows:, None]:
-        logits, state = model.decode_step(state[None], token, cache)
+    hidden, given, out = model.fuse(sample.aux_hidden_states[:rows].flatten(1)), ids[:rows], []
+    for k in range(1 + CHAIN):
+        logits, state = model.decode_step(hidden, given, cache)
+        hidden, given = state[None], ids[rows + k : rows + k + 1]
         out.append(logits)
     return torch.stack(out)

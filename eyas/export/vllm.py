@@ -23,8 +23,9 @@ def check(draft: Eagle3DraftConfig, spec: TargetSpec) -> None:
 
 
 def layer_config(draft: Eagle3DraftConfig) -> dict[str, Any]:
-    """The Llama config both engines read. RoPE is written for older readers (`rope_theta`, `rope_scaling`) and newer
-    ones (`rope_parameters`); partial rotation is not part of a draft.
+    """The Llama config both engines read; partial rotation is no part of a draft.
+
+    RoPE is written for older readers (`rope_theta`, `rope_scaling`) and for newer ones (`rope_parameters`).
     """
     rope = {k: v for k, v in draft.rope_parameters.items() if k != "partial_rotary_factor"}
     scaling = {"type": rope["rope_type"]} | {k: v for k, v in rope.items() if k != "rope_theta"}

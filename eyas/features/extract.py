@@ -20,15 +20,7 @@ from eyas.target.spec import TargetSpec, default_aux_layers
 from eyas.target.weights import TargetWeights
 
 WINDOW = 4096  # samples sorted by length together: little padding, yet every shard sees all lengths
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens*",
-    "added_tokens*",
-    "vocab*",
-    "merges*",
-    "*.model",
-    "chat_template*",
-)
+TOKENIZER_FILES = ("tokenizer*", "special_*", "added_*", "vocab*", "merges*", "*.model", "chat_*")
 
 
 def run(ctx: Context) -> dict[str, Any]:
@@ -56,18 +48,12 @@ def run(ctx: Context) -> dict[str, Any]:
     shards = [shard for store in stores.values() for shard in store.shards]
     skipped = [entry for store in stores.values() for entry in store.skipped]
     counts = {k: sum(s[k] for s in shards) for k in ("samples", "tokens", "supervised", "bytes")}
-    counts |= {split: len(store) for split, store in stores.items()} | {
-        "shards": len(shards),
-        "skipped": len(skipped),
-    }
+    counts |= {split: len(store) for split, store in stores.items()}
+    counts |= {"shards": len(shards), "skipped": len(skipped)}
     say(f"{counts['samples']} samples, {counts['bytes'] / 1e6:,.0f} MB; {rate:,.0f} tokens/s on {target.device}")
-    about = ("aux_layers", "layer_convention", "last_hidden_state", "dtype", "engine", "engine_dtype")
-    return {
-        "counts": counts,
-        "tokens_per_second": round(rate, 1),
-        **{k: getattr(meta, k) for k in about},
-        "skipped_samples": skipped,
-    }
+    about = ("layer_convention", "last_hidden_state", "dtype", "engine", "engine_dtype")
+    result = {"counts": counts, "tokens_per_second": round(rate, 1), "aux_layers": list(meta.aux_layers)}
+    return result | {k: getattr(meta, k) for k in about} | {"skipped": skipped}
 
 
 def extract(
@@ -81,9 +67,9 @@ def extract(
     """
     for sample in samples:
         if not 0 <= sample.token_ids.min() <= sample.token_ids.max() < target.spec.vocab_size:
-            found = f"ids {sample.token_ids.min()}…{sample.token_ids.max()}"
+            found = f"{sample.token_ids.min()}…{sample.token_ids.max()}"
             raise EyasError(
-                f"sample {sample.id} has token {found}, {meta.target} has {target.spec.vocab_size} ids"
+                f"sample {sample.id} has token ids {found}, {meta.target} has {target.spec.vocab_size}"
             )
     writer = StoreWriter(folder, meta, config.shard_mb * 1_000_000)
     done = {*writer.ids, *(s["id"] for s in writer.skipped)}
@@ -103,7 +89,7 @@ def extract(
     store = writer.close()
     if len(store) + len(store.skipped) != len(samples):
         raise EyasError(
-            f"{folder} holds {len(store)} of {len(samples)} samples, and {len(store.skipped)} were skipped"
+            f"{folder} holds {len(store)} of {len(samples)} samples, {len(store.skipped)} were skipped"
         )
     return store, ran
 

@@ -1,5 +1,6 @@
 """The page's charts as plotly figures. Colours are CSS variables that the page fills in, light or dark."""
 
+import html
 from typing import Any
 
 import plotly.graph_objects as go
@@ -63,7 +64,7 @@ def dig(value: Any, dotted: str) -> Any:
     """value["a"][0] for "a.0"; None where the path ends early."""
     for part in dotted.split("."):
         if isinstance(value, list):
-            value = value[int(part)] if int(part) < len(value) else None
+            value = dict(enumerate(value)).get(int(part))
         else:
             value = value.get(part) if isinstance(value, dict) else None
     return value
@@ -71,4 +72,4 @@ def dig(value: Any, dotted: str) -> Any:
 
 def escape(text: str) -> str:
     """Names come from data, and plotly reads a little HTML in labels."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return html.escape(text, quote=False)

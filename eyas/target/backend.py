@@ -50,8 +50,9 @@ class Target:
             disable_progress_bar()
 
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 spec.path,
+                output_loading_info=True,
                 dtype=resolve_dtype(spec, dtype, device),
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
@@ -59,6 +60,12 @@ class Target:
         except (ImportError, ValueError, KeyError) as e:
             hint = f"target.attention is {attention}; models with code of their own need target.trust_remote_code"
             raise EyasError(f"{spec.path}: transformers cannot load the target: {e}", hint) from e
+        model, info = loaded
+        if missing := sorted(info["missing_keys"]):
+            names = ", ".join(missing[:6])
+            raise EyasError(
+                f"{spec.path}: {len(missing)} weights are not in the shards: {names}", "fetch it again"
+            )
         return cls(model.to(device), spec, trust_remote_code)
 
     @cached_property
@@ -74,7 +81,7 @@ class Target:
         """Name of the KV cache argument of `model(...)`: transformers renames it in the course of version 5."""
         return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def capture(self, batch: list[list[int]], aux_layers: list[int]) -> list[Captured]:
         """States of each sample at the boundaries `aux_layers`, and at boundary L, which enters the final norm.
 
@@ -89,18 +96,16 @@ class Target:
         # Padding stands on the right, where no real token of a causal decoder sees it: no mask is needed, and
         # attention takes the same fast causal path for a batch as for a sample alone.
         padded = [[*ids, *[ids[-1]] * (width - len(ids))] for ids in batch]
-        with self._boundaries(wanted) as states:
+        with self.boundaries(wanted) as states:
             self.decoder(input_ids=torch.tensor(padded, device=self.device), use_cache=False)
         captured = []
         for row, ids in enumerate(batch):
-            own = {i: state[row, : len(ids)] for i, state in states.items()}  # [T, H]
-            captured.append(
-                Captured(torch.stack([own[i] for i in aux_layers], 1).cpu(), own[last].to("cpu", copy=True))
-            )
+            aux = torch.stack([states[i][row, : len(ids)] for i in aux_layers], 1)  # [T, A, H]
+            captured.append(Captured(aux.cpu(), states[last][row, : len(ids)].to("cpu", copy=True)))
         return captured
 
     @contextmanager
-    def _boundaries(self, wanted: set[int]) -> Iterator[dict[int, Tensor]]:
+    def boundaries(self, wanted: set[int]) -> Iterator[dict[int, Tensor]]:
         """Collect the boundary states [B, T, H] of one forward pass. The hooks go away whatever happens."""
         states: dict[int, Tensor] = {}
 
@@ -141,10 +146,8 @@ def _decoder(model: nn.Module, spec: TargetSpec) -> tuple[nn.Module, nn.ModuleLi
     found = []
     for name, blocks in lists.items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        embeds = any(
-            isinstance(m, nn.Embedding) and m.num_embeddings >= spec.vocab_size for m in parent.children()
-        )
-        if len(blocks) == spec.num_layers and embeds:
+        embeddings = [m for m in parent.children() if isinstance(m, nn.Embedding)]
+        if len(blocks) == spec.num_layers and any(m.num_embeddings >= spec.vocab_size for m in embeddings):
             found.append((parent, blocks))
     if len(found) != 1:
         seen = ", ".join(f"{name} ({len(blocks)})" for name, blocks in list(lists.items())[:6]) or "none"

@@ -12,7 +12,7 @@ from eyas.errors import EyasError
 from eyas.target.backend import Target
 
 
-class _Layer(DynamicLayer):
+class KVLayer(DynamicLayer):
     """Keys and values [B, heads, room, d] allocated once; a step writes its own column and hands out views."""
 
     def __init__(self, room: int):
@@ -60,9 +60,7 @@ def generate(
     window = target.spec.max_position_embeddings
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < window:
-            raise EyasError(
-                f"prompt {i} has {len(prompt)} tokens; the target reads 1 to {window - 1} before it answers"
-            )
+            raise EyasError(f"prompt {i} has {len(prompt)} tokens; expected 1 to {window - 1}")
     if not prompts:
         return []
     limits = [min(max_new_tokens, window - len(p)) for p in prompts]
@@ -70,10 +68,9 @@ def generate(
     eos = set(target.spec.eos_token_ids)
     width, device = max(map(len, prompts)), target.device
     room = width + max(limits)
-    layers = [_Layer(room) for _ in range(target.spec.num_layers)]
-    cache = Cache(
-        layers=[*layers]
-    )  # sliding-window layers keep all they saw too; their mask hides what is too old
+    layers = [KVLayer(room) for _ in range(target.spec.num_layers)]
+    # Sliding-window layers keep all that they saw, too: their mask hides what is too old.
+    cache = Cache(layers=[*layers])
     tokens = torch.tensor([[p[0]] * (width - len(p)) + p for p in prompts], device=device)  # [B, width]
     mask = torch.zeros(len(prompts), room, dtype=torch.long, device=device)  # [B, room]
     for row, prompt in enumerate(prompts):
@@ -91,11 +88,10 @@ def generate(
             logits_to_keep=1,
             **{target.cache_argument: cache},
         ).logits[:, -1]  # [B, V]
-        chosen = (
-            logits.argmax(-1)
-            if temperature == 0
-            else _sample(logits, temperature, top_p, [generators[r] for r in rows])
-        )
+        if temperature > 0:
+            chosen = _sample(logits, temperature, top_p, [generators[r] for r in rows])  # [B]
+        else:
+            chosen = logits.argmax(-1)
         for row, token in zip(rows, chosen.tolist(), strict=True):
             if row not in finished:
                 answers[row].append(token)
@@ -125,7 +121,5 @@ def _sample(logits: Tensor, temperature: float, top_p: float, generators: list[t
     inside = total - probabilities < top_p  # the first id always is
     draws = torch.stack([torch.rand((), generator=g) for g in generators]).to(logits.device)  # [B]
     point = draws * (probabilities * inside).sum(-1)
-    pick = torch.searchsorted(total, point[:, None], right=True).clamp(
-        max=inside.sum(-1, keepdim=True) - 1
-    )  # [B, 1]
-    return ids.gather(-1, pick)[:, 0]
+    pick = torch.searchsorted(total, point[:, None], right=True)  # [B, 1]
+    return ids.gather(-1, pick.clamp(max=inside.sum(-1, keepdim=True) - 1))[:, 0]

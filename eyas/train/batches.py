@@ -27,8 +27,7 @@ def plan_epoch(lengths: np.ndarray, budget: int, seed: int, epoch: int, group: i
     micro-batch, so all hold nearly the same number of tokens and none more than `budget`.
 
     Args:
-        lengths: [S] tokens of each sample; a sample longer than `budget` counts as `budget` (it is cut at its
-            end).
+        lengths: [S] tokens of each sample; a longer one than `budget` counts as `budget` (it is cut at its end).
         budget: largest number of tokens in one micro-batch.
         group: micro-batches of one optimiser step (over all ranks). The number of micro-batches is a multiple of
             it wherever there are samples enough, so that every step is a full one.
@@ -89,11 +88,9 @@ def plan_steps(
 
 
 def pack(samples: Iterable[Features], budget: int) -> TrainBatch:
-    """Join samples into shifted rows: row t of a sample holds token t+1, the aux states of t and the target state
-    at t+1.
+    """Join samples into shifted rows: row t of a sample holds token t+1, aux states t, and the target of t+1.
 
-    A sample of T tokens gives T-1 rows (tokens after the first `budget` are cut off). The tensors own their
-    memory.
+    A sample of T tokens gives T-1 rows; tokens after the first `budget` are cut off. The tensors own their memory.
     """
     ids, aux, targets, supervised, lengths = [], [], [], [], []
     for f in samples:
@@ -112,8 +109,7 @@ def pack(samples: Iterable[Features], budget: int) -> TrainBatch:
 
 
 def prefetch(load: Callable[[In], Out], items: Sequence[In]) -> Iterator[tuple[In, Out, float]]:
-    """(item, load(item), seconds waited for it): a thread loads the next item while the caller works on this
-    one."""
+    """(item, load(item), seconds waited for it); a thread loads the next item while the caller uses this one."""
     with ThreadPoolExecutor(1) as pool:
         pending = [pool.submit(load, item) for item in items[:1]]
         for i, item in enumerate(items):

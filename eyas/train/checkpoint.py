@@ -23,19 +23,14 @@ from eyas.progress import say, warn
 FORMAT = {"format": "eyas-checkpoint", "version": 1, "world_size": 1}
 COUNTS = ("tokens", "supervised", "rows_computed", "rows_total")
 MOMENTS = ("exp_avg", "exp_avg_sq")
-MAY_CHANGE = {
-    "epochs",
-    "max_steps",
-    "eval_every",
-    "checkpoint_every",
-    "keep_checkpoints",
-}  # from process to process
+MAY_CHANGE = {"epochs", "max_steps", "eval_every", "checkpoint_every", "keep_checkpoints"}  # when resuming
 
 
 @dataclass
 class Training:
-    """All that changes while a draft is trained, and what decides how. The number of steps done is also the
-    position in the data and in the learning rate schedule: both follow from the seed and the config."""
+    """A draft in training. `step`, the optimiser steps done, is also the position in the data and in the learning
+    rate schedule: both follow from the seed and the config.
+    """
 
     model: Eagle3DraftModel
     optimizer: torch.optim.AdamW

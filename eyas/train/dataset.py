@@ -118,9 +118,7 @@ class Eagle3SampleFileDataset(Dataset[BatchType]):
         else:
             self.files = list_files(datapath)
         if not len(self):
-            raise EyasError(
-                f"{datapath or 'file_list'} holds no samples", "expected a store (store.json) or .pt files"
-            )
+            raise EyasError(f"{datapath or 'file_list'} holds no samples", "expected a store or .pt files")
 
     def __len__(self) -> int:
         return len(self.files) if self.store is None else len(self.store)
@@ -143,13 +141,12 @@ class Eagle3SampleFileDataset(Dataset[BatchType]):
                 "verifier_last_hidden_states": features.dense_last(),  # [T, H]
                 "loss_mask": features.loss_mask.clone(),
             }
-        raw = load_pickle(self.files[index])
+        path = self.files[index]
+        raw = load_pickle(path)
         try:
             return self.standardize_fn(raw)
         except KeyError as e:
-            raise EyasError(
-                f"{self.files[index]} has no key {e} but {sorted(raw)}", "choose the standardize_fn of these files"
-            ) from e
+            raise EyasError(f"{path} has no key {e} but {sorted(raw)}", "choose its standardize_fn") from e
 
     @cached_property
     def approx_lengths(self) -> list[int]:

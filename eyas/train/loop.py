@@ -87,11 +87,12 @@ def fit(
                 checkpoint.save(root, training, provenance or {})
     metrics.close()
     checkpoint.publish(root, training.best or training.step, out)
-    best = next((e for e in training.evals if e["step"] == training.best), {"tau": None, "loss": None})
+    best = next((e for e in training.evals if e["step"] == training.best), {})
     return {
         "counts": {"steps": training.step, **training.counts, "samples": len(data), "heldout": len(heldout)},
-        **{k: v for k, v in best.items() if k != "step"},
         "best_step": training.best,
+        **{k: best.get(k) for k in ("tau", "accept_rate_by_position", "loss")},
+        "best": best,
         "evals": [{k: e[k] for k in ("step", "tau", "loss")} for e in training.evals],
         "tokens_per_second": tokens_done / spent if spent else None,
         "wait_share": waited / spent if spent else None,

@@ -1,5 +1,4 @@
-"""What a run measured, as plain numbers: one JSON object a line in `metrics.jsonl`, and the same for
-TensorBoard."""
+"""What a run measured, as plain numbers: JSON lines in `metrics.jsonl`, and the same for TensorBoard."""
 
 import json
 from pathlib import Path
@@ -9,8 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class Metrics:
-    """Rows `{"step", "train": {...}}` and `{"step", "eval": {...}}`; lists become `name/0`, `name/1`, ... in
-    TensorBoard.
+    """Rows `{"step", "train": {...}}` and `{"step", "eval": {...}}`; a list is drawn as `name/0`, `name/1`.
 
     Args:
         folder: `logs/` of the stage.
@@ -20,12 +18,8 @@ class Metrics:
     def __init__(self, folder: Path, step: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        kept = (
-            [line for line in path.read_text().splitlines() if _step(line) <= step]
-            if path.is_file() and step
-            else []
-        )
-        path.write_text("".join(line + "\n" for line in kept))
+        lines = path.read_text().splitlines() if step and path.is_file() else []
+        path.write_text("".join(line + "\n" for line in lines if _step(line) <= step))
         self._file = open(path, "a")  # noqa: SIM115  closed by close()
         self._board = SummaryWriter(str(folder / "tb"), purge_step=step + 1)
 

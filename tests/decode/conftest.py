@@ -10,7 +10,7 @@ from eyas.target.spec import TargetSpec
 from eyas.target.weights import TargetWeights
 from tests.tiny import make_target
 
-AUX = [1, 3, 6]
+AUX = [2, 4, 6]
 
 
 @pytest.fixture(scope="session")

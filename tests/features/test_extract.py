@@ -85,7 +85,7 @@ def test_every_sample_comes_out_once(target, meta, tmp_path):
 def test_a_token_the_target_does_not_know_is_named(target, meta, tmp_path):
     sample = samples_of([4])[0]
     foreign = replace(sample, token_ids=np.array([1, 2, 320, 3], np.int32))
-    with pytest.raises(EyasError, match=r"sample train-0 has token ids 1…320, tiny has 320 ids"):
+    with pytest.raises(EyasError, match=r"sample train-0 has token ids 1…320, tiny has 320"):
         extract(target, [foreign], tmp_path, meta, ExtractConfig())
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from eyas.errors import EyasError, UsageError
@@ -96,6 +97,22 @@ def test_a_model_whose_blocks_are_not_found_is_named(tmp_path):
     model.model.layers = model.model.layers[:2]
     with pytest.raises(EyasError, match=r"list of 4 blocks, found 0; module lists: model.layers \(2\)"):
         Target(model, spec)
+
+
+def test_weights_that_are_not_in_the_shards_are_never_made_up(tmp_path):
+    shard = save_model(tmp_path, "llama") / "model.safetensors"
+    tensors = load_file(shard)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(EyasError, match=r"1 weights are not in the shards: model\.layers\.2\.mlp\.up_proj"):
+        Target.load(TargetSpec.load(tmp_path))
+
+
+def test_states_can_be_trained_on(tmp_path):
+    [captured] = Target.load(TargetSpec.load(save_model(tmp_path, "llama"))).capture(SAMPLES[:1], [1])
+    weight = torch.ones(32, requires_grad=True)
+    (captured.aux * weight).sum().backward()
+    assert weight.grad is not None
 
 
 def test_an_unknown_attention_backend_names_the_option(tmp_path):

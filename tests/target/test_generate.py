@@ -65,7 +65,7 @@ def test_an_answer_ends_where_the_target_s_window_does(tmp_path):
     prompts = [[20] * 23, [30] * 10]
     assert [len(a) for a in generate(target, prompts, 20, 0.0, 1.0, 0)] == [1, 14]
     for bad in ([20] * 24, []):
-        with pytest.raises(EyasError, match="reads 1 to 23"):
+        with pytest.raises(EyasError, match="expected 1 to 23"):
             generate(target, [[20], bad], 4, 0.0, 1.0, 0)
 
 
