@@ -211,7 +211,8 @@ def _call(command: Any, rest: list[str]) -> tuple[dict[str, Any], int]:
         result = {"run_dir": result["run_dir"], **result["stages"][only]}
     elif not console.quiet:
         _summary(result)
-    return result, 1 if result.get("ok") is False else 0
+    failed = any(r.get("ok") is False for r in (result, *result.get("stages", {}).values()))
+    return result, 1 if failed else 0
 
 
 def resolve(command: _OnConfig, rest: list[str]) -> RunConfig:

@@ -188,7 +188,7 @@ class RunConfig(Section):
 
     run_dir: str = "runs/default"
     """Where the run is kept."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Seed of every random choice."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the target and the draft run; auto: the GPU if there is one."""

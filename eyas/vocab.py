@@ -31,11 +31,11 @@ def vocab_facts(tokenizer: Any) -> dict[str, Any]:
 def build_vocab_mapping(
     counts: np.ndarray, size: int, pinned: list[int] | None = None, usable: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(d2t [size] int64, t2d [V] bool): the pinned ids, then the most frequent, ties and unseen ones by lowest id.
+    """(d2t [size] int64, t2d [V] bool): the pinned ids, then the most frequent, ties and unseen ones by lowest id,
+    so that a smaller kept set is contained in every larger one.
 
     `counts` [V]: occurrences of each target id among supervised tokens. Ids from `usable` on are padding of the
-    model's vocabulary and never chosen. A smaller kept set is contained in every larger one.
-    Raises EyasError when `size` ids cannot be chosen or the pinned ones do not fit.
+    model's vocabulary and never chosen. Raises EyasError when the sizes do not fit.
     """
     V, pins = len(counts), np.unique(np.array(pinned or [], dtype=np.int64))
     usable = V if usable is None else min(usable, V)
@@ -68,15 +68,12 @@ def build_vocab_mappings_from_distribution(
 
 
 def check_vocab_mapping(d2t: Any, t2d: Any, vocab_size: int) -> None:
-    """Raises EyasError unless both tables are absent, or together are a mapping into `vocab_size` target ids.
-
-    Takes NumPy arrays or CPU tensors.
-    """
+    """Raises EyasError unless both tables (NumPy or CPU tensors) are absent, or together map into the target's ids."""
     if d2t is None and t2d is None:
         return
-    if d2t is None or t2d is None:
-        missing = "d2t" if d2t is None else "t2d"
-        raise EyasError(f"{missing} is missing: a draft vocabulary needs both d2t and t2d, or neither")
+    for name, table in (("d2t", d2t), ("t2d", t2d)):
+        if table is None:
+            raise EyasError(f"{name} is missing: a draft vocabulary needs both d2t and t2d, or neither")
     offsets, kept = np.asarray(d2t), np.asarray(t2d)
     if kept.shape != (vocab_size,) or kept.dtype != np.bool_:
         raise EyasError(f"t2d: expected 1-D bool of length {vocab_size}, found {kept.dtype} of shape {kept.shape}")
@@ -131,22 +128,16 @@ def run(ctx: Context) -> dict[str, Any]:
         with atomic(ctx.out / "vocab.safetensors") as temporary:
             save_file({"d2t": d2t, "t2d": t2d}, temporary, {"format": "eyas-vocab", "d2t": "offsets"})
     coverage = {k: round(float(n[t2d].sum() / n.sum()), 6) if n.any() else None for k, n in split.items()}
-    by_frequency = int((np.delete(counts * t2d, pinned) > 0).sum())
+    n = {"target_vocab": V, "draft_vocab": len(d2t), "distinct": int((counts > 0).sum()), "pinned": len(pinned)}
+    n["by_frequency"] = int((np.delete(counts * t2d, pinned) > 0).sum())
+    n |= {"never_seen": len(d2t) - len(pinned) - n["by_frequency"], "supervised": int(counts.sum())}
     last = len(d2t) - 1
-    say(
-        f"draft vocabulary: {len(d2t)} of {V} ids, {len(pinned)} pinned, {by_frequency} by frequency; covers "
-        f"{coverage['train']:.2%} of the supervised tokens (held out: {coverage['heldout'] or 0:.2%})"
-    )
-    if noted["tokenizer_length"] != V:
-        say(f"the tokenizer has {noted['tokenizer_length']} ids, the model {V}: ids of no token are never chosen")
-    never_seen = len(d2t) - len(pinned) - by_frequency
-    kept = {"pinned": len(pinned), "by_frequency": by_frequency, "never_seen": never_seen}
-    sizes = {"target_vocab": V, "draft_vocab": len(d2t), "distinct": int((counts > 0).sum())}
-    return {
-        "counts": sizes | kept | {"supervised": int(counts.sum())},
+    result = {
         "full_vocabulary": size >= V,
         "coverage": coverage["train"],
         "coverage_heldout": coverage["heldout"],
         "tokenizer_length": noted["tokenizer_length"],
         "d2t": f"offsets: draft id {last} + {d2t[last]} = target id {last + d2t[last]}",
     }
+    say("draft vocabulary: " + ", ".join(f"{name} {value}" for name, value in (n | result).items()))
+    return {"counts": n} | result

@@ -27,7 +27,7 @@ def config(folder: Path, run_dir: str, **sections) -> Path:
         "target": {"model": str(folder / "target")},
         "data": {"sources": [str(folder / "data.jsonl")], "heldout": 0.25},
         "regenerate": {"mode": "all", "max_new_tokens": 16, "batch_size": 4},
-        "extract": {"batch_tokens": 256, "shard_mb": 1},
+        "extract": {"aux_layers": [1, 3, 5], "batch_tokens": 256, "shard_mb": 1},
         "vocab": {"size": 200},
         "train": {"ttt_steps": 3, "epochs": 3, "batch_tokens": 256, "lr": 1e-3, "dtype": "float32"},
         "evaluate": {"heldout_prompts": 3, "max_new_tokens": 12},

@@ -9,7 +9,7 @@ from typing import Any
 ALIASES = {
     "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
-    "assistant": ("assistant", "gpt", "model", "bot", "function_call"),
+    "assistant": ("assistant", "gpt", "model", "bot"),
     "tool": ("tool", "observation", "function", "function_response", "tool_response"),
 }
 ROLES = {alias: role for role, aliases in ALIASES.items() for alias in aliases}
@@ -73,8 +73,8 @@ def parse(value: dict[str, Any]) -> Conversation:
     tools = _decoded(value["tools"], list, "tools") if value.get("tools") else None
     category = None if value.get("category") is None else str(value["category"])
     found = Conversation("", category, messages, tools or None, answers, notes)
-    ids = [value[k] for k in ("id", "conversation_id", "uuid") if value.get(k) not in (None, "")]
-    return replace(found, id=str(ids[0]) if ids else found.content_hash()[:16])
+    ids = [str(value[k]) for k in ("id", "conversation_id", "uuid") if value.get(k) not in (None, "")]
+    return replace(found, id=(ids or [found.content_hash()[:16]])[0])
 
 
 def _decoded(value: Any, kind: type, name: str) -> Any:
@@ -98,15 +98,12 @@ def _message(turn: Any, n: int) -> dict[str, Any]:
     calls = turn.pop("tool_calls", None)
     if role is None:
         raise BadRow(f"turn {n}: unknown role {named!r}; known are {', '.join(ROLES)}")
-    if named == "function_call":
-        content, calls = None, content
     if content is None and role != "assistant":
         raise BadRow(f"{role} turn {n} has no content")
     message = {"role": role, "content": content} | turn
     if calls:
-        calls = _decoded(calls, object, f"turn {n}: tool_calls")
-        calls = [calls] if isinstance(calls, dict) else _decoded(calls, list, f"turn {n}: tool_calls")
-        message["tool_calls"] = [_tool_call(call, f"turn {n}: tool call {k}") for k, call in enumerate(calls, 1)]
+        calls = enumerate(_decoded(calls, list, f"turn {n}: tool_calls"), 1)
+        message["tool_calls"] = [_tool_call(call, f"turn {n}: tool call {k}") for k, call in calls]
     thoughts = {k: turn[k] for k in REASONING if turn.get(k)}
     if not all(isinstance(t, str) for t in thoughts.values()) or len(set(thoughts.values())) > 1:
         raise BadRow(f"turn {n}: {' and '.join(thoughts)} conflict, or are not text")

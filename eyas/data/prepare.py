@@ -6,8 +6,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from rich.markup import escape
@@ -15,17 +14,16 @@ from rich.markup import escape
 from eyas.config import DataConfig
 from eyas.data.conversation import BadRow, Conversation, parse
 from eyas.data.read import Row, count_lines, read_rows
-from eyas.data.render import Rendered, Template, assemble
+from eyas.data.render import Template
 from eyas.data.samples import Sample, write_samples
 from eyas.errors import EyasError
-from eyas.files import atomic
+from eyas.files import write_text
 from eyas.pipeline import Context
 from eyas.progress import bar, say, warn
 from eyas.target.spec import TargetSpec
 from eyas.target.tokenizer import load_tokenizer
 from eyas.vocab import vocab_facts
 
-CHUNK = 256  # rows tokenised together
 COUNTS = ("rows", "conversations", "samples", "train", "heldout", "quarantined", "duplicates", "truncated")
 COUNTS += ("samples_dropped", "think_tag_restored", "tokens", "supervised")
 
@@ -40,73 +38,56 @@ def run(ctx: Context) -> dict[str, Any]:
     noted = {"target": spec.name, "target_fingerprint": spec.fingerprint, **vocab_facts(tokenizer)}
     noted |= {"supervise": data.supervise, "max_length": data.max_length}
     total = min(count_lines(sources), data.limit or 1 << 62)
-    with (
-        atomic(ctx.out / "quarantine.jsonl") as temporary,
-        open(temporary, "w") as quarantine,
-        bar("prepare", total, "rows") as progress,
-    ):
-        work = _Preparation(data, Template(tokenizer), quarantine)
+    work = _Preparation(data, Template(tokenizer))
+    with bar("prepare", total, "rows") as progress:
         rows = (progress.update() or row for row in read_rows(sources))
         write_samples(ctx.out / "samples.parquet", work.samples(rows), noted)
-    return work.result(str(ctx.out / "quarantine.jsonl"))
+    write_text(ctx.out / "quarantine.jsonl", "".join(json.dumps(line) + "\n" for line in work.quarantine))
+    return work.result()
 
 
 class _Preparation:
     """One pass over the rows, and what became of them."""
 
-    def __init__(self, config: DataConfig, template: Template, quarantine: IO[str]):
-        self.config, self.template, self.quarantine = config, template, quarantine
+    def __init__(self, config: DataConfig, template: Template):
+        self.config, self.template = config, template
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        self.reasons: Counter[str] = Counter()
+        self.quarantine: list[dict[str, Any]] = []
         self.examples: list[list[Any]] = []
         self.contents: set[str] = set()
         self.ids: set[str] = set()
 
     def samples(self, rows: Iterator[Row]) -> Iterator[Sample]:
         """Samples in the order of their rows, until `limit` conversations have given some."""
-        for chunk in iter(lambda: list(islice(rows, CHUNK)), []):
-            tried = [self._parsed(row) for row in chunk]
-            good = [t for t in tried if not isinstance(t, BadRow)]
-            pairs = iter(self.template.tokenize([turn for _, turns, _ in good for turn in turns]))
-            prompts = iter(self.template.ids([prompt for *_, prompt in good]))
-            for row, outcome in zip(chunk, tried, strict=True):
-                if self.counts["conversations"] == self.config.limit:
-                    return
-                self.counts["rows"] += 1
-                if isinstance(outcome, BadRow):
-                    self._set_aside(row, outcome.reason)
-                else:
-                    rendered = assemble(list(islice(pairs, len(outcome[1]))))
-                    yield from self._samples_of(row, outcome[0], rendered, next(prompts))
+        for row in rows:
+            if self.counts["conversations"] == self.config.limit:
+                return
+            self.counts["rows"] += 1
+            try:
+                yield from self._samples_of(row)
+            except BadRow as e:
+                self.counts["quarantined"] += 1
+                self.quarantine.append({"file": row.file, "row": row.number, "reason": e.reason})
 
-    def _parsed(self, row: Row) -> Any:
-        """(conversation, its supervised turns, its first prompt), or the BadRow."""
-        try:
-            if row.value is None:
-                raise BadRow(row.error or "empty")
-            conversation = parse(row.value)
-            turns = self.template.turns(conversation, self.config.supervise)
-            return conversation, turns, self.template.first_prompt(conversation)
-        except BadRow as e:
-            return e
-
-    def _samples_of(
-        self, row: Row, conversation: Conversation, rendered: list[Rendered], prompt: list[int]
-    ) -> Iterator[Sample]:
-        longest, content = self.config.max_length, conversation.content_hash()
+    def _samples_of(self, row: Row) -> Iterator[Sample]:
+        if row.value is None:
+            raise BadRow(row.error or "empty")
+        conversation = parse(row.value)
+        content = conversation.content_hash()
         if content in self.contents:
             self.counts["duplicates"] += 1
             return
+        rendered, longest = self.template.render(conversation, self.config.supervise), self.config.max_length
         kept = [r for r in rendered if any(r.loss_mask[:longest])]
         if not kept:
-            return self._set_aside(row, f"no supervised token within data.max_length ({longest})")
-        split = "heldout" if _draw(conversation) < self.config.heldout else "train"
+            raise BadRow(f"no supervised token within data.max_length ({longest})")
+        (prompt,) = self.template.ids([self.template.first_prompt(conversation)])
         id = f"{conversation.id}-{content[:16]}" if conversation.id in self.ids else conversation.id
         self.contents.add(content)
         self.ids.add(id)
-        self.counts.update(dict.fromkeys(conversation.notes, 1))
-        self.counts.update({"conversations": 1, "samples_dropped": len(rendered) - len(kept)})
-        bos = self.template.tokenizer.bos_token_id
+        self.counts.update({*conversation.notes, "conversations"})
+        self.counts["samples_dropped"] += len(rendered) - len(kept)
+        bos, split = self.template.tokenizer.bos_token_id, self._split(conversation)
         for k, r in enumerate(kept, 1):
             ids, mask = r.token_ids[:longest], r.loss_mask[:longest]
             self.counts.update({"samples": 1, split: 1, "tokens": len(ids), "supervised": sum(mask)})
@@ -126,14 +107,18 @@ class _Preparation:
                 row=row.number,
             )
 
-    def _set_aside(self, row: Row, reason: str) -> None:
-        self.counts["quarantined"] += 1
-        self.reasons[re.sub(r"\d+", "N", reason)[:200]] += 1
-        self.quarantine.write(json.dumps({"file": row.file, "row": row.number, "reason": reason}) + "\n")
+    def _split(self, conversation: Conversation) -> str:
+        """By a hash of the first user turn: the same prompt is never on both sides."""
+        i = conversation.first_user_turn()
+        text = conversation.content_hash() if i is None else conversation.messages[i]["content"]
+        text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+        draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48
+        return "heldout" if draw < self.config.heldout else "train"
 
-    def result(self, quarantine: str) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """The stage's result. Raises EyasError when there is no training sample."""
-        n, reasons = self.counts, dict(self.reasons.most_common(20))
+        n, kinds = self.counts, Counter(re.sub(r"\d+", "N", line["reason"])[:200] for line in self.quarantine)
+        reasons = dict(kinds.most_common(20))
         if not n["train"]:
             found = f"{n['rows']} rows, {n['quarantined']} of them set aside, {n['heldout']} samples held out"
             why = "; ".join(f"{count} × {reason}" for reason, count in list(reasons.items())[:3])
@@ -143,25 +128,13 @@ class _Preparation:
         if share >= 0.95:
             warnings.append(f"{share:.1%} of the tokens are supervised: are the user's turns in the samples?")
         if n["quarantined"] > 0.05 * n["rows"]:
-            warnings.append(f"{n['quarantined']} of {n['rows']} rows are set aside, see {quarantine}")
+            warnings.append(f"{n['quarantined']} of {n['rows']} rows are set aside, see quarantine.jsonl")
         if self.config.heldout and not n["heldout"]:
             warnings.append(f"none of {n['conversations']} conversations fell to the held-out side")
         first = "".join(text for text, supervised in self.examples[0] if supervised)
-        say(
-            f"{n['samples']} samples ({n['train']} train, {n['heldout']} held out) of {n['tokens']} tokens, "
-            f"{n['supervised']} supervised ({share:.1%}); of {n['rows']} rows {n['quarantined']} set aside, "
-            f"{n['duplicates']} duplicates; {n['truncated']} samples cut\n"
-            f"supervised in the first sample: {escape(repr(first[:200]))}"
-        )
+        told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in n.items())
+        say(f"{told} ({share:.1%})\nsupervised in the first sample: {escape(repr(first[:200]))}")
         for text in warnings:
             warn(escape(text))
         found = {"reasons": reasons, "warnings": warnings, "examples": self.examples}
         return {"counts": dict(n), "supervised_share": round(share, 4)} | found
-
-
-def _draw(conversation: Conversation) -> float:
-    """A number in [0, 1) from the first user turn: the same prompt is never on both sides of the split."""
-    i = conversation.first_user_turn()
-    text = conversation.content_hash() if i is None else conversation.messages[i]["content"]
-    text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48

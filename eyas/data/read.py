@@ -27,12 +27,10 @@ def read_rows(sources: list[str]) -> Iterator[Row]:
     """
     readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
     for name, path in source_files(sources).items():
-        if path is None:
-            yield from _hub(name)
-        elif path.suffix in readers:
-            yield from readers[path.suffix](path)
-        else:
+        if path is not None and path.suffix not in readers:
             raise UsageError(f"{path}: unknown kind of file", f"expected one of {', '.join(readers)}")
+        for number, value in readers[path.suffix](path) if path else _hub(name):
+            yield _row(name, number, value)
 
 
 def count_lines(sources: list[str]) -> int:
@@ -46,6 +44,8 @@ def count_lines(sources: list[str]) -> int:
 
 
 def _row(file: str, number: int, value: Any) -> Row:
+    if isinstance(value, ValueError):  # a line that is not JSON, or not UTF-8
+        return Row(file, number, error=f"not valid JSON: {value}")
     if not isinstance(value, dict):
         return Row(file, number, error=f"expected an object, found {type(value).__name__}")
     try:
@@ -55,18 +55,18 @@ def _row(file: str, number: int, value: Any) -> Row:
     return Row(file, number, value)
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     # Row by row: a reader that guesses column types fails on the first row whose `tool_calls` is not null.
     with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
             try:
                 if line.strip():
-                    yield _row(str(path), number, json.loads(line.decode("utf-8-sig")))
-            except ValueError as e:  # not JSON, or not UTF-8
-                yield Row(str(path), number, error=f"not valid JSON: {e}")
+                    yield number, json.loads(line.decode("utf-8-sig"))
+            except ValueError as e:
+                yield number, e
 
 
-def _json(path: Path) -> Iterator[Row]:
+def _json(path: Path) -> Iterator[tuple[int, Any]]:
     hint = "a file with one object a line must be named .jsonl"
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -74,25 +74,21 @@ def _json(path: Path) -> Iterator[Row]:
         raise EyasError(f"{path}: not valid JSON: {e}", hint) from e
     if not isinstance(values, list):
         raise EyasError(f"{path}: expected a list of rows, found {type(values).__name__}", hint)
-    for number, value in enumerate(values, 1):
-        yield _row(str(path), number, value)
+    yield from enumerate(values, 1)
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number = 0
     try:
-        for batch in pq.ParquetFile(path).iter_batches(256):
-            for value in batch.to_pylist():
-                number += 1
-                yield _row(str(path), number, value)
+        batches = pq.ParquetFile(path).iter_batches(256)
+        yield from enumerate((value for batch in batches for value in batch.to_pylist()), 1)
     except (pa.ArrowException, OSError) as e:
-        raise EyasError(f"{path}: not readable as Parquet after row {number}: {e}") from e
+        raise EyasError(f"{path}: not readable as Parquet: {e}") from e
 
 
-def _hub(name: str) -> Iterator[Row]:
+def _hub(name: str) -> Iterator[tuple[int, Any]]:
     from datasets import load_dataset
 
     try:
@@ -100,5 +96,4 @@ def _hub(name: str) -> Iterator[Row]:
     except Exception as e:  # the library raises many kinds; whatever it was, the user must see it with the name
         hint = "give a public `org/name` with a train split, or a local file"
         raise EyasError(f"hub dataset {name}: {type(e).__name__}: {e}", hint) from e
-    for number, value in enumerate(rows, 1):
-        yield _row(name, number, value)
+    yield from enumerate(rows, 1)

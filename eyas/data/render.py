@@ -6,6 +6,7 @@ target is to say. Where the two do not line up, the turn is rendered again with 
 stands around the mark is the template's, and `whole` must be exactly that around the text, or the row is bad.
 """
 
+import copy
 import json
 import re
 from collections import Counter
@@ -16,35 +17,18 @@ from eyas.data.conversation import REASONING, BadRow, Conversation
 
 _MARK, _THOUGHT_MARK = "qzcontentqz", "qzreasoningqz"
 _THOUGHT = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
-_ESCAPES = re.compile(r"&(?:lt|gt|amp|quot|apos|#\d+|#x[\da-fA-F]+);|\\u00(?:3c|3e|26|27)")
+_ESCAPES = ("&lt;", "&gt;", "&amp;", "&#34;", "&#39;", "&quot;", "\\u003c", "\\u0026", "\\u0027")
+# What a server feeds before an assistant turn, and the turn: text, or the ids the target really said.
+Turn = tuple[str, str | list[int]]
 _TRIM = "; where it trims white space, trim the data"
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What a server feeds before an assistant turn, and the turn: text, or the ids the target really said."""
-
-    prompt: str
-    answer: str
-    ids: list[int] | None = None
-
-
-@dataclass(frozen=True)
 class Rendered:
-    """One sample: `loss_mask` is True on supervised tokens; `prompt_len` tokens stand before the first of them."""
+    """One sample: `loss_mask` is True on supervised tokens."""
 
     token_ids: list[int]
     loss_mask: list[bool]
-    prompt_len: int
-
-
-def render(tokenizer: Any, conversation: Conversation, supervise: str = "all_turns") -> list[Rendered]:
-    """Samples of a conversation: one, or one for each assistant turn where the template rewrites history.
-
-    Raises BadRow where the template fails, or does not render what the messages hold.
-    """
-    template = Template(tokenizer)
-    return assemble(template.tokenize(template.turns(conversation, supervise)))
 
 
 def assemble(turns: list[tuple[list[int], list[int]]]) -> list[Rendered]:
@@ -52,11 +36,11 @@ def assemble(turns: list[tuple[list[int], list[int]]]) -> list[Rendered]:
     extends it; any other starts a new sample, in which earlier answers are history and not supervised."""
     samples: list[Rendered] = []
     for prompt, answer in turns:
-        before = Rendered([], [], len(prompt))
+        before = Rendered([], [])
         if samples and prompt[: len(samples[-1].token_ids)] == samples[-1].token_ids:
             before = samples.pop()
         mask = before.loss_mask + [False] * (len(prompt) - len(before.token_ids)) + [True] * len(answer)
-        samples.append(Rendered(prompt + answer, mask, before.prompt_len))
+        samples.append(Rendered(prompt + answer, mask))
     return samples
 
 
@@ -69,23 +53,27 @@ class Template:
         special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         special = sorted(special.union(tokenizer.all_special_tokens), key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
-        # SentencePiece tokenizers put a space before the first word of a text, even of half a text.
-        after_break, alone = self.ids(["\na", "a"])
-        self.adds_space = after_break[-1:] != alone
+
+    def render(self, conversation: Conversation, supervise: str = "all_turns") -> list[Rendered]:
+        """Samples of a conversation: one, or one for each assistant turn where the template rewrites history.
+
+        Raises BadRow where the template fails, or does not render what the messages hold.
+        """
+        return assemble(list(map(self._tokenize, self.turns(conversation, supervise))))
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Ids of rendered texts. The template has written the special tokens: the tokenizer must add none."""
         plain = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        return self.tokenizer(texts, **plain)["input_ids"] if texts else []
+        return self.tokenizer(texts, **plain)["input_ids"]
 
-    def tokenize(self, turns: list[Turn]) -> list[tuple[list[int], list[int]]]:
-        """(prompt ids, answer ids) of each turn, tokenised apart: a server never tokenises what is answered."""
-        prompts, answers = self.ids([t.prompt for t in turns]), self.ids([t.answer for t in turns])
-        if self.adds_space:
-            wholes = zip(prompts, answers, self.ids([t.prompt + t.answer for t in turns]), strict=True)
-            answers = [w[len(p) :] if w[: len(p)] == p else a for p, a, w in wholes]
-        said = [a if t.ids is None else t.ids for t, a in zip(turns, answers, strict=True)]
-        return list(zip(prompts, said, strict=True))
+    def _tokenize(self, turn: Turn) -> tuple[list[int], list[int]]:
+        """(prompt ids, answer ids): the prompt is tokenised as a server does it, whatever follows."""
+        prompt, answer = turn
+        if not isinstance(answer, str):
+            return self.ids([prompt])[0], answer
+        before, alone, whole = self.ids([prompt, answer, prompt + answer])
+        # SentencePiece tokenizers put a space before the first word of a text, even of half a text.
+        return before, whole[len(before) :] if whole[: len(before)] == before else alone
 
     def text(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
         """The template's own rendering; `prompt` adds the generation prompt. Raises BadRow where it fails."""
@@ -109,22 +97,21 @@ class Template:
         for i in said if supervise == "all_turns" else said[-1:]:
             served = self.text(messages[:i], tools, prompt=True) if i else ""
             if answer := conversation.answers.get(i):
-                turns.append(Turn(served, "", answer.token_ids))
+                turns.append((served, answer.token_ids))
             else:
                 turns.append(self._turn(messages[: i + 1], tools, served))
-        shown = turns[-1].prompt + turns[-1].answer
+        shown = "".join(part for part in turns[-1] if isinstance(part, str))
         for n, message in enumerate(messages[: said[-1]], 1):
             # Earlier assistant turns may lose their thoughts; what others said must be there as it was said.
             content, role = message["content"], message["role"]
             escaped = json.dumps(content, ensure_ascii=False)[1:-1] if role == "tool" else content
             if role != "assistant" and content not in shown and escaped not in shown:
                 raise BadRow(f"the chat template does not render {role} turn {n} verbatim{_TRIM}")
-        if escapes := set(_ESCAPES.findall(shown)):
-            given = json.dumps([messages, tools], ensure_ascii=False)
-            self.notes["the template escapes characters, as in &lt;"] += any(e not in given for e in escapes)
+        if any(e in shown and e not in json.dumps([messages, tools], ensure_ascii=False) for e in _ESCAPES):
+            self.notes["the template escapes characters, as in &lt;"] += 1
         return turns
 
-    def _turn(self, messages: list[dict[str, Any]], tools: list[Any] | None, served: str) -> Turn:
+    def _turn(self, messages: list[dict[str, Any]], tools: list[Any] | None, served: str) -> tuple[str, str]:
         """The last message as a turn after the prompt `served` (empty for a conversation's first message)."""
         message, n = messages[-1], len(messages)
         content, calls = message["content"] or "", message.get("tool_calls")
@@ -133,7 +120,7 @@ class Template:
         whole = self.text(messages, tools)
         reasoning, said, probe = _probe(message)
         if n > 1 and not calls and not message.get(REASONING[0]) and whole.startswith(served + content):
-            return Turn(served, self._until_end_of_turn(whole[len(served) :], len(content)))
+            return served, self._until_end_of_turn(whole[len(served) :], len(content))
 
         probed = self.text([*messages[:-1], probe], tools)
         if probed.count(_MARK) != 1 or probed.count(_THOUGHT_MARK) != bool(reasoning):
@@ -158,7 +145,7 @@ class Template:
             prompt = whole[:start]
         elif n > 1 and (reasoning or served.rstrip().endswith("<think>")):
             raise BadRow(f"the generation prompt's think block does not go with assistant turn {n}")
-        return Turn(prompt, self._until_end_of_turn(whole[start:], end - start))
+        return prompt, self._until_end_of_turn(whole[start:], end - start)
 
     def _until_end_of_turn(self, text: str, content: int) -> str:
         """`text` up to the first special token behind its first `content` characters, that token included."""
@@ -168,37 +155,35 @@ class Template:
         return text[:content] + text[content:].rstrip()
 
     def _form(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """The messages in the form this template takes: it may want arguments as text, or content not null."""
+        """The messages in the form this template takes: arguments of calls as mappings, or else as text."""
         calls = [c["function"] for m in conversation.messages for c in m.get("tool_calls", [])]
         failures = []
-        for as_text, empty in ((False, None), (False, ""), (True, None), (True, "")):
-            messages = [_formed(message, as_text, empty) for message in conversation.messages]
+        for form in ("a mapping", "text"):
+            messages = [_formed(message, form == "text") for message in conversation.messages]
             if not calls:
                 return messages
-            form = f"arguments as {'text' if as_text else 'a mapping'}, no content as {json.dumps(empty)}"
             try:
                 text = self.text(messages, conversation.tools)
             except BadRow as e:
-                failures.append(f"{form}: {e.reason}")
+                failures.append(f"arguments as {form}: {e.reason}")
                 continue
             lost = [c["name"] for c in calls if any(part not in text for part in (c["name"], *c["arguments"]))]
             shown = [c["name"] for c in calls if c["arguments"] and str(c["arguments"]) in text]
             if not lost + shown:
                 return messages
-            failures.append(f"{form}: call of {(lost + shown)[0]} is {'left out' if lost else 'not JSON'}")
+            why = f"call of {(lost + shown)[0]} is {'left out' if lost else 'not JSON'}"
+            failures.append(f"arguments as {form}: {why}")
         raise BadRow("the chat template does not render the tool calls; " + "; ".join(failures))
 
 
-def _formed(message: dict[str, Any], as_text: bool, empty: str | None) -> dict[str, Any]:
-    """A message for a template: reasoning under every name, arguments and missing content in one form."""
-    formed = message | {"content": empty if message["content"] is None else message["content"]}
-    for thought in filter(None, map(message.get, REASONING)):
-        formed |= dict.fromkeys(REASONING, thought)
+def _formed(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    """A message for a template: reasoning under every name, arguments of calls in one form."""
+    thought = next(filter(None, map(message.get, REASONING)), None)
+    formed = message | (dict.fromkeys(REASONING, thought) if thought else {})
     if as_text and "tool_calls" in message:
-        functions = [call["function"] for call in message["tool_calls"]]
-        texts = [f | {"arguments": json.dumps(f["arguments"], ensure_ascii=False)} for f in functions]
-        calls = zip(message["tool_calls"], texts, strict=True)
-        formed["tool_calls"] = [call | {"function": f} for call, f in calls]
+        formed["tool_calls"] = copy.deepcopy(message["tool_calls"])
+        for call in formed["tool_calls"]:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return formed
 
 

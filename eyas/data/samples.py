@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from eyas.errors import EyasError
 from eyas.files import atomic
 
-FORMAT = "eyas-samples-1"
+FORMAT, AGAIN = "eyas-samples-1", "run `eyas prepare` again"
 _KINDS = {"token_ids": np.dtype(np.int32), "loss_mask": np.dtype(np.bool_), "prompt_ids": np.dtype(np.int32)}
 
 
@@ -54,14 +55,10 @@ def write_samples(path: Path, samples: Iterable[Sample], metadata: dict[str, Any
     types = {"id": pa.string(), "split": pa.string(), "category": pa.string(), "token_ids": integers}
     types |= {"loss_mask": pa.list_(pa.bool_()), "prompt_ids": integers, "source": pa.string(), "row": pa.int64()}
     schema = pa.schema(types, {"eyas": json.dumps({"format": FORMAT} | metadata)})
-    rows: list[dict[str, Any]] = []
+    samples = iter(samples)
     with atomic(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
-        for sample in samples:
-            rows.append(vars(sample))
-            if len(rows) == 1024:
-                writer.write_table(pa.Table.from_pylist(rows, schema))
-                rows.clear()
-        writer.write_table(pa.Table.from_pylist(rows, schema))
+        while rows := [vars(sample) for sample in islice(samples, 1024)]:
+            writer.write_table(pa.Table.from_pylist(rows, schema))
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -72,9 +69,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
     try:
         noted = json.loads((pq.read_schema(path).metadata or {}).get(b"eyas", b"{}"))
     except (pa.ArrowException, OSError) as e:
-        raise EyasError(f"{path}: not a readable samples file: {e}", "run `eyas prepare` again") from e
+        raise EyasError(f"{path}: not a readable samples file: {e}", AGAIN) from e
     if (found := noted.get("format")) != FORMAT:
-        raise EyasError(f"{path}: expected format {FORMAT}, found {found}", "run `eyas prepare` again")
+        raise EyasError(f"{path}: expected format {FORMAT}, found {found}", AGAIN)
     return noted
 
 
@@ -84,17 +81,14 @@ def read_samples(path: Path, split: str | None = None, target: Any = None) -> li
 
     noted = read_metadata(path)
     if target is not None and noted["target_fingerprint"] != target.fingerprint:
-        raise EyasError(
-            f"{path} was prepared for {noted['target']} (fingerprint {noted['target_fingerprint'][:12]}), not for "
-            f"{target.name} ({target.fingerprint[:12]}): weights, tokenizer or chat template differ",
-            "run `eyas prepare` for this target",
-        )
+        made, wanted = noted["target_fingerprint"][:12], f"{target.name} ({target.fingerprint[:12]})"
+        differ = "weights, tokenizer or chat template differ"
+        raise EyasError(f"{path} was prepared for {noted['target']} ({made}), not {wanted}: {differ}", AGAIN)
     samples = []
     for batch in pq.ParquetFile(path).iter_batches(1024):
-        columns = [
-            c.to_numpy(zero_copy_only=False) if n in _KINDS else c.to_pylist()
-            for n, c in zip(batch.schema.names, batch.columns, strict=True)
-        ]
-        rows = (dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
+        columns = batch.drop_columns([*_KINDS]).to_pydict() | {
+            n: batch[n].to_numpy(zero_copy_only=False) for n in _KINDS
+        }
+        rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
         samples += [Sample(**row) for row in rows if split in (None, row["split"])]
     return samples

@@ -45,15 +45,14 @@ def run(ctx: Context) -> dict[str, Any]:
     rows, seconds = decode_all(target, draft, fit, config.max_new_tokens, config.draft_tokens, ctx.out)
     result = summarise(rows, seconds, config.draft_tokens)
 
-    trained = json.loads((ctx.input("prepare") / "result.json").read_text())["counts"]
-    result["training"] = {"samples": trained["train"], "supervised_tokens": trained["supervised"]}
+    result["training"] = trained = json.loads((ctx.input("train") / "result.json").read_text())["counts"]
     result["counts"] |= {"refused": len(prompts + more) - len(fit), "bad_rows": len(bad)}
     if refused := result["counts"]["refused"]:
         result["warnings"].append(f"{refused} prompts fill all {limit} positions and were not decoded")
     if bad:
         result["warnings"].append(f"{len(bad)} rows of the prompt files were set aside, the first: {bad[0]}")
-    if trained["train"] < MIN_TRAINING:
-        result["warnings"].append(f"trained on {trained['train']} samples: a smoke test, no measure of quality")
+    if trained["samples"] < MIN_TRAINING:
+        result["warnings"].append(f"trained on {trained['samples']} samples: a smoke test, no measure of quality")
     for text in result["warnings"]:
         warn(text)
     return result
@@ -70,12 +69,9 @@ def decode_all(
     for path, kept in zip(paths, (rows, seconds), strict=True):
         write_text(path, "".join(map(_line, kept)))
     limit = longest(target, draft)
-    with (
-        open(paths[0], "a") as outputs,
-        open(paths[1], "a") as times,
-        bar("evaluate", len(prompts), "prompts") as b,
-    ):
-        b.update(done)
+    outputs, times = paths
+    with open(outputs, "a") as f, open(times, "a") as g, bar("evaluate", len(prompts), "prompts") as progress:
+        progress.update(done)
         for number, prompt in enumerate(prompts[done:]):
             ids, room = prompt.prompt_ids, min(new_tokens, limit - len(prompt.prompt_ids))
             if number == 0:  # warm up: the first calls allocate and choose kernels
@@ -94,11 +90,11 @@ def decode_all(
             }
             rows.append(asdict(prompt) | answer | verdict)
             seconds.append({"plain": plain.seconds, "speculative": drafted.seconds})
-            for file, value in ((times, seconds[-1]), (outputs, rows[-1])):
+            for file, value in ((g, seconds[-1]), (f, rows[-1])):  # a row that is there has its seconds
                 file.write(_line(value))
                 file.flush()
                 os.fsync(file.fileno())
-            b.update(1, f"{len(drafted.token_ids) / drafted.seconds:.1f} tok/s")
+            progress.update(1, f"{len(drafted.token_ids) / drafted.seconds:.1f} tok/s")
     return rows, seconds
 
 

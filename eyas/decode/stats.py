@@ -26,6 +26,7 @@ DEFINITIONS = {
     "identical": "prompts whose speculative output equals plain greedy decoding token by token",
     "ties": "prompts that part where rounding decides: recomputed on the common prefix, the target's logits of "
     "the two tokens differ by less than factor * eps(dtype) * largest logit (factor: 64 float32, 4 half types)",
+    "training": "counts of the train stage; tokens and supervised tokens are summed over its epochs",
     "different": "prompts that part anywhere else: an error",
 }
 

@@ -51,9 +51,7 @@ def run(ctx: Context) -> dict[str, Any]:
             wrong = "; ".join(f["message"] for f in checked["findings"] if f["level"] == "error")
             raise EyasError(f"the {layout} export does not prove itself: {wrong}")
         apart = checked["proof"]["largest_difference"]
-        say(
-            f"{layout}: {len(tensors)} tensors; reloaded, its logits are within {apart:.1e} of the trained draft's"
-        )
+        say(f"{layout}: {len(tensors)} tensors; reloaded, logits within {apart:.1e} of the trained draft's")
     found = [(layout, f) for layout, checked in verified.items() for f in checked["findings"]]
     warnings = [f"{layout}: {f['message']}" for layout, f in found if f["level"] == "warning"]
     for text in warnings:

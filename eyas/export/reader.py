@@ -77,7 +77,7 @@ def read_tensors(folder: Path, layout: str, found: Findings) -> dict[str, Tensor
             pickled = file.suffix == ".bin"
             tensors |= torch.load(file, "cpu", weights_only=True) if pickled else load_file(file)
         except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError, OSError) as e:
-            raise ValueError(f"{file} ({file.stat().st_size} bytes) cannot be read: {e}") from e
+            raise ValueError(f"{file} ({file.stat().st_size} bytes) cannot be read: {e!r:.200}") from e
     renamed = {}
     for name, tensor in tensors.items():
         if name.startswith("model."):
@@ -100,9 +100,7 @@ def read_shape(
     rope = _rope(layer, found)
     if missing := [key for key in SIZES if layer.get(key) is None]:
         where = "transformer_layer_config" if layout == "vllm" else "config.json"
-        found.error(
-            "config", f"{where} lacks {', '.join(missing)}", "write every value out: no engine guesses well"
-        )
+        found.error("config", f"{where} lacks {', '.join(missing)}", "write every value out")
     if missing or rope is None:
         return None
     head_dim = layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"]
@@ -136,8 +134,7 @@ def _engine_keys(config: dict[str, Any], layer: dict[str, Any], layout: str, fou
     faults = {
         "tie_word_embeddings is true: the head would be the embedding table": layer.get("tie_word_embeddings"),
         "hidden_act is not silu, the only one the engines' drafts know": layer.get("hidden_act", "silu") != "silu",
-        "num_hidden_layers is not 1: only one-layer drafts can be verified": layer.get("num_hidden_layers", 1)
-        != 1,
+        "num_hidden_layers is not 1: only such drafts can be verified": layer.get("num_hidden_layers", 1) != 1,
         "attention_bias is true: SGLang drops the biases, eyas drafts have none": layer.get("attention_bias"),
     }
     if layout == "vllm":
@@ -151,20 +148,17 @@ def _engine_keys(config: dict[str, Any], layer: dict[str, Any], layout: str, fou
         }
     else:
         unused = (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False
+        null = "target_hidden_size" in config and config["target_hidden_size"] is None
         faults |= {
             "draft_vocab_size is missing: SGLang stops there": "draft_vocab_size" not in config,
-            "target_hidden_size is null: engines test whether it is there": config.get("target_hidden_size", 0)
-            is None,
+            "target_hidden_size is null: engines test whether it is there": null,
             "eagle_config.use_aux_hidden_state is false: fc would not be used": unused,
             "norm_before_residual is true: SGLang serves it as false": config.get("norm_before_residual"),
         }
         if layout == "raw":
             found.warning("config", "architectures: SGLang wants LlamaForCausalLMEagle3; only vLLM takes this one")
         if config.get("norm_output"):
-            text = (
-                "norm_output is true: engines feed the post-norm state back; SpecForge means another thing by it"
-            )
-            found.add("info", "flags", text)
+            found.add("info", "flags", "norm_output: engines feed the post-norm state back, SpecForge does not")
     for message in (m for m, wrong in faults.items() if wrong):
         found.error("config", message)
 

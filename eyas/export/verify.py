@@ -16,6 +16,7 @@ from eyas.draft.config import Eagle3DraftConfig
 from eyas.draft.io import load_draft
 from eyas.draft.model import Eagle3DraftModel
 from eyas.errors import EyasError, UsageError
+from eyas.export import sglang
 from eyas.export.reader import TABLES, Findings, read_config, read_shape, read_tensors
 from eyas.features.contract import Features
 from eyas.features.store import Store
@@ -65,7 +66,8 @@ def check(
         if shape:
             _names(tensors, shape, layout, found)
             _vocabulary(tensors, shape, found)
-            _target(shape, spec, found)
+            if spec:
+                _target(shape, spec, layout, found)
             if trained and features is not None and found.ok:
                 proof = _prove(tensors, shape, trained, features, found)
     except ValueError as e:
@@ -126,31 +128,31 @@ def _vocabulary(tensors: dict[str, Tensor], shape: Eagle3DraftConfig, found: Fin
         check_vocab_mapping(d2t, t2d, shape.vocab_size)
     except EyasError as e:
         absolute = torch.equal(torch.nonzero(t2d).flatten(), d2t)
-        found.error(
-            "vocabulary", e.message, "these are ids, not offsets: subtract 0, 1, ..." if absolute else e.hint
-        )
+        hint = "these are ids, not offsets: subtract 0, 1, ..." if absolute else e.hint
+        found.error("vocabulary", e.message, hint)
 
 
-def _target(shape: Eagle3DraftConfig, spec: TargetSpec | None, found: Findings) -> None:
-    """The draft fits the target."""
-    if spec is None:
-        return
-    if (shape.vocab_size, shape.hidden_size) != (spec.vocab_size, spec.hidden_size):
-        sizes = (
-            f"{shape.vocab_size} and {shape.hidden_size}, the target's {spec.vocab_size} and {spec.hidden_size}"
+def _target(shape: Eagle3DraftConfig, spec: TargetSpec, layout: str, found: Findings) -> None:
+    """The draft fits the target, and its engine can capture the aux layers."""
+    pairs = (
+        ("error", "vocab_size", shape.vocab_size, spec.vocab_size),
+        ("error", "hidden_size", shape.hidden_size, spec.hidden_size),
+        ("warning", "rope_theta", shape.rope_parameters["rope_theta"], spec.rope_parameters["rope_theta"]),
+    )
+    for level, key, own, theirs in pairs:
+        if own != theirs:
+            found.add(level, "target", f"{key} is {own}, the target's {theirs}")
+    if (own := shape.max_position_embeddings) < (theirs := spec.max_position_embeddings):
+        found.warning(
+            "target", f"max_position_embeddings is {own}, the target's {theirs}: older vLLM breaks there"
         )
-        found.error("target", f"vocab_size and hidden_size are {sizes}")
     if shape.aux_layers[-1] > spec.num_layers:
         found.error("target", f"aux layers {list(shape.aux_layers)} exceed the target's {spec.num_layers} layers")
-    positions, base = shape.max_position_embeddings, shape.rope_parameters["rope_theta"]
-    if positions < spec.max_position_embeddings:
-        theirs = spec.max_position_embeddings
-        found.warning(
-            "target", f"max_position_embeddings is {positions}, the target's {theirs}: older vLLM breaks there"
-        )
-    if base != spec.rope_parameters["rope_theta"]:
-        theirs = spec.rope_parameters["rope_theta"]
-        found.warning("target", f"rope_theta is {base}, the target's {theirs}: right only if trained so")
+    elif layout == "sglang":
+        try:
+            sglang.check(shape, spec)
+        except EyasError as e:
+            found.error("target", e.message, e.hint)
 
 
 @torch.no_grad()
@@ -167,7 +169,7 @@ def _prove(
     """
     dtype = tensors["fc.weight"].dtype
     rounded = {n: t.to(dtype) if t.is_floating_point() else t for n, t in trained.state_dict().items()}
-    for name in sorted(n for n, t in rounded.items() if n not in tensors or not torch.equal(t, tensors[n])):
+    for name in sorted(n for n in rounded.keys() & tensors.keys() if not torch.equal(rounded[n], tensors[n])):
         found.error("proof", f"{name} is not the trained tensor rounded to {dtype}")
     own = trained.config
     if shape.aux_layers != own.aux_layers:
@@ -177,7 +179,7 @@ def _prove(
         return None
     models = [Eagle3DraftModel(c, rounded.get("t2d"), rounded.get("d2t")) for c in (shape, own)]
     for model, state in zip(models, (tensors, rounded), strict=True):
-        model.load_state_dict({n: state[n] for n in model.state_dict()})
+        model.load_state_dict(rounded | {n: state[n] for n in rounded.keys() & state.keys()})
         model.embed_tokens = trained.embed_tokens
     worst, compared = 0.0, 0
     for sample in features:

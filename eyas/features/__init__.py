@@ -1,1 +1,1 @@
-"""The sample contract, the store, extraction, and readers of other tools' files."""
+"""The sample contract, the store, and extraction."""

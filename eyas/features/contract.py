@@ -25,13 +25,12 @@ class BadFeatures(EyasError):
 class FeatureMeta:
     """What is true of every sample of a store: the head of its `store.json`.
 
-    `target` is the name the user wrote; `target_fingerprint` covers its config, tokenizer and weight headers,
-    `head_fingerprint` the bytes of final norm and lm_head (they turn a last hidden state into a distribution),
-    `tokenizer_fingerprint` tokenizer files and chat template. `aux_layers` are boundary ids, ascending (i = the
-    state entering block i). `engine` ran the target in `engine_dtype`; states are stored in `dtype`.
+    `target_fingerprint` covers config, tokenizer and weight headers, `head_fingerprint` the bytes of final norm
+    and lm_head (they turn a last hidden state into a distribution), `tokenizer_fingerprint` tokenizer files and
+    chat template. `aux_layers` are boundary ids, ascending (i = the state entering block i).
     """
 
-    target: str
+    target: str  # as the user wrote it
     target_fingerprint: str
     head_fingerprint: str
     tokenizer_fingerprint: str
@@ -58,11 +57,8 @@ class FeatureMeta:
 
 @dataclass(frozen=True)
 class Features:
-    """One sample of T tokens, M of them supervised.
-
-    Row r of `last_hidden_state` is the state *at* the r-th supervised token: it gives the target's distribution
-    over the token after it.
-    """
+    """One sample of T tokens, M of them supervised. Row r of `last_hidden_state` is the state *at* the r-th
+    supervised token: it gives the target's distribution over the token after it."""
 
     id: str
     token_ids: Tensor  # [T] int32
@@ -82,12 +78,6 @@ class Features:
         mask = loss_mask.bool()
         return cls(id, token_ids.int(), mask, aux.to(torch.bfloat16, copy=True), last[mask].to(torch.bfloat16))
 
-    def dense_last(self) -> Tensor:
-        """[T, H]: `last_hidden_state` at its tokens, zeros at unsupervised ones."""
-        dense = self.last_hidden_state.new_zeros(len(self.token_ids), self.last_hidden_state.shape[-1])
-        dense[self.loss_mask] = self.last_hidden_state
-        return dense
-
     def validate(self, meta: FeatureMeta, where: str = "") -> "Features":
         """Check shapes, dtypes and values. Raises BadFeatures naming sample, tensor, layer and token."""
         at = f"{where}sample {self.id}"
@@ -96,8 +86,6 @@ class Features:
             if found != (shape, DTYPES[name]):
                 axes = ", ".join(AXES[name])
                 raise BadFeatures(f"{at}: {name} is {found}, expected {(shape, DTYPES[name])} (axes {axes})")
-        if not len(self.token_ids):
-            raise BadFeatures(f"{at} has no tokens")
         hint = "float16 overflows in many targets: try target.dtype bfloat16 or float32"
         for column, layer in enumerate(meta.aux_layers):  # lowest first: there a fault begins
             if fault := _bad_row(self.aux_hidden_states[:, column]):
@@ -113,14 +101,7 @@ def _bad_row(states: Tensor) -> tuple[int, str] | None:
 
     Read as integers, bf16 magnitudes keep their order, infinity (0x7F80) and NaN on top: far faster than isfinite.
     """
-    start = 0
-    for chunk in states.view(torch.int16).split(64):  # small enough to stay in the cache from `&` to `amax`
-        peak = (chunk & 0x7FFF).amax(-1)  # [rows]
-        bad = (peak >= 0x7F80) | (peak == 0)
-        if bad.any():
-            row = int(bad.nonzero()[0])
-            return start + row, {0: "is all zeros", 0x7F80: "is infinite in bfloat16"}.get(
-                int(peak[row]), "is NaN"
-            )
-        start += len(chunk)
+    peak = (states.view(torch.int16) & 0x7FFF).amax(-1)  # [rows]
+    for row in ((peak >= 0x7F80) | (peak == 0)).nonzero()[:1].flatten().tolist():
+        return row, {0: "is all zeros", 0x7F80: "is infinite in bfloat16"}.get(int(peak[row]), "is NaN")
     return None

@@ -61,16 +61,14 @@ def extract(
 ) -> tuple[Store, int]:
     """Store the features of `samples`, going on where a killed run stopped. Returns (store, tokens run now).
 
-    Batches depend on the samples' lengths alone and are stored in their order, so a run that was killed and
-    resumed ends with the same bytes. Raises BadFeatures for NaN, infinite or all-zero states, EyasError for token
-    ids that the target does not know.
+    The batches depend on the samples' lengths alone, so a resumed run ends with the same bytes. Raises BadFeatures
+    for NaN, infinite or all-zero states, EyasError for token ids that the target does not know.
     """
+    known = target.spec.vocab_size
     for sample in samples:
-        if not 0 <= sample.token_ids.min() <= sample.token_ids.max() < target.spec.vocab_size:
-            found = f"{sample.token_ids.min()}…{sample.token_ids.max()}"
-            raise EyasError(
-                f"sample {sample.id} has token ids {found}, {meta.target} has {target.spec.vocab_size}"
-            )
+        if (highest := sample.token_ids.max()) >= known:
+            found = f"{sample.token_ids.min()}…{highest}"
+            raise EyasError(f"sample {sample.id} has token ids {found}, {meta.target} has {known}")
     writer = StoreWriter(folder, meta, config.shard_mb * 1_000_000)
     done = {*writer.ids, *(s["id"] for s in writer.skipped)}
     ran = 0
@@ -83,26 +81,21 @@ def extract(
             # a batch stored by half runs whole again: its states depend on its shape in the last bits
             captured = target.capture([s.token_ids.tolist() for s in chosen], list(meta.aux_layers))
             for sample, states in zip(chosen, captured, strict=True):
-                if sample.id not in done:
-                    _store(writer, sample, states.aux, states.last, config.on_bad)
-                    ran += len(sample.token_ids)
+                if sample.id in done:
+                    continue
+                ran += len(sample.token_ids)
+                ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask)
+                try:
+                    writer.add(Features.from_states(sample.id, ids, mask, states.aux, states.last))
+                except BadFeatures as e:
+                    if config.on_bad == "stop":
+                        raise
+                    warn(f"{e.message}; skipped")
+                    writer.skip(sample.id, e.message)
     store = writer.close()
     if len(store) + len(store.skipped) != len(samples):
-        raise EyasError(
-            f"{folder} holds {len(store)} of {len(samples)} samples, {len(store.skipped)} were skipped"
-        )
+        raise EyasError(f"{folder}: {len(store)} of {len(samples)} samples, {len(store.skipped)} skipped")
     return store, ran
-
-
-def _store(writer: StoreWriter, sample: Sample, aux: torch.Tensor, last: torch.Tensor, on_bad: str) -> None:
-    ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask)
-    try:
-        writer.add(Features.from_states(sample.id, ids, mask, aux, last))
-    except BadFeatures as e:
-        if on_bad == "stop":
-            raise
-        warn(f"{e.message}; skipped")
-        writer.skip(sample.id, e.message)
 
 
 def plan_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:

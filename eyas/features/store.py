@@ -3,7 +3,6 @@
 Shards hold the rows of many samples one after the other, with offsets; any sample is a few slices of a memory map.
 """
 
-import hashlib
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,18 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors.torch import save_file
 
 from eyas.errors import EyasError
 from eyas.features.contract import AXES, DTYPES, FeatureMeta, Features
 from eyas.files import atomic, sha256_file, write_json
 
 FORMAT, VERSION = "eyas-features", 1
-_ST_NAMES = {torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL", torch.bfloat16: "BF16"}
+AGAIN = "copy it again, or extract again"
+_ST_NAMES = {torch.int32: "I32", torch.bool: "BOOL", torch.bfloat16: "BF16"}
 
 
 class StoreWriter:
-    """Write samples in order, holding at most one shard in memory.
+    """Write samples in order; a shard is in memory twice while it is written.
 
     `store.json` is written anew after each shard and says `complete` only at the end. A new writer on a folder of
     a killed one goes on after the last finished shard: `ids` and `skipped` are the samples dealt with already.
@@ -65,15 +65,17 @@ class StoreWriter:
         return Store(self.folder)
 
     def _finish_shard(self) -> None:
-        samples, name = self._pending, f"shard-{len(self.shards):05d}.safetensors"
-        tensors: dict[str, list[Tensor]] = {n: [getattr(f, n) for f in samples] for n in AXES}
-        ends = [np.cumsum([0, *map(len, tensors[n])]) for n in ("token_ids", "last_hidden_state")]
-        tensors |= {"offsets": [torch.from_numpy(ends[0])], "last_offsets": [torch.from_numpy(ends[1])]}
-        with atomic(self.folder / name) as temporary:
-            sha256, size = _write_safetensors(temporary, tensors)
-        counts = {"samples": len(samples), "tokens": int(ends[0][-1]), "supervised": int(ends[1][-1])}
-        self.shards.append({"file": name, "sha256": sha256, "bytes": size, **counts})
-        self.ids += [f.id for f in samples]
+        parts = {name: [getattr(f, name) for f in self._pending] for name in AXES}
+        tensors = {name: torch.cat(rows) for name, rows in parts.items()}
+        for offsets, name in (("offsets", "token_ids"), ("last_offsets", "last_hidden_state")):
+            tensors[offsets] = torch.tensor([0, *map(len, parts[name])]).cumsum(0)
+        path = self.folder / f"shard-{len(self.shards):05d}.safetensors"
+        with atomic(path) as temporary:
+            save_file(tensors, temporary, {"format": f"{FORMAT} {VERSION}"})
+        shard = {"file": path.name, "sha256": sha256_file(path), "bytes": path.stat().st_size}
+        shard |= {"samples": len(self._pending), "tokens": len(tensors["token_ids"])}
+        self.shards.append(shard | {"supervised": len(tensors["last_hidden_state"])})
+        self.ids += [f.id for f in self._pending]
         self._pending, self._pending_bytes = [], 0
         self._write_head(complete=False)
 
@@ -94,9 +96,7 @@ class Store:
         self.folder = Path(folder)
         head, self.meta = _read_head(self.folder)
         if not head["complete"]:
-            raise EyasError(
-                f"{self.folder} is not complete: {len(head['ids'])} samples so far", "finish extraction"
-            )
+            raise EyasError(f"{self.folder} is not complete: {len(head['ids'])} samples", "finish extraction")
         self.shards: list[dict[str, Any]] = head["shards"]
         self.ids: list[str] = head["ids"]
         self.skipped: list[dict[str, str]] = head["skipped"]
@@ -108,8 +108,7 @@ class Store:
             path = self.folder / shard["file"]
             size = path.stat().st_size if path.is_file() else 0
             if size != shard["bytes"]:
-                hint = "copy it again, or extract again"
-                raise EyasError(f"{path} has {size} bytes, expected {shard['bytes']}", hint)
+                raise EyasError(f"{path} has {size} bytes, expected {shard['bytes']}", AGAIN)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -123,9 +122,8 @@ class Store:
         row = index - self._starts[number]
         tokens, last = (slice(int(o[row]), int(o[row + 1])) for o in (offsets, last_offsets))
         rows = {n: file.get_slice(n)[last if n == "last_hidden_state" else tokens] for n in AXES}
-        return Features(self.ids[index], **rows).validate(
-            self.meta, f"{self.folder / self.shards[number]['file']}: "
-        )
+        path = self.folder / self.shards[number]["file"]
+        return Features(self.ids[index], **rows).validate(self.meta, f"{path}: ")
 
     @property
     def lengths(self) -> np.ndarray:
@@ -152,8 +150,26 @@ class Store:
                 raise EyasError(f"{self.folder / shard['file']} has sha256 {found}, expected {shard['sha256']}")
 
     def _shard(self, number: int) -> tuple[Any, np.ndarray, np.ndarray]:
-        if number not in self._open:
-            self._open[number] = _open_shard(self.folder, self.shards[number], self.meta)
+        """(file, offsets, last_offsets) of a shard, opened and checked at its first use."""
+        if number in self._open:
+            return self._open[number]
+        shard = self.shards[number]
+        path, tokens, supervised = self.folder / shard["file"], shard["tokens"], shard["supervised"]
+        try:
+            file = safe_open(path, framework="pt")
+        except SafetensorError as e:
+            raise EyasError(f"{path} is not a whole safetensors file: {e}", AGAIN) from e
+        want = {n: (s, _ST_NAMES[DTYPES[n]]) for n, s in self.meta.shapes(tokens, supervised).items()}
+        want |= dict.fromkeys(("offsets", "last_offsets"), ([shard["samples"] + 1], "I64"))
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        found = {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
+        if difference := _difference(found, want):
+            raise EyasError(f"{path}: {difference} (axes {AXES})")
+        offsets, last_offsets = (file.get_tensor(n).numpy() for n in ("offsets", "last_offsets"))
+        for ends, total in ((offsets, tokens), (last_offsets, supervised)):
+            if ends[0] != 0 or ends[-1] != total or (np.diff(ends) < 0).any():
+                raise EyasError(f"{path}: offsets must rise from 0 to {total}, found {ends}")
+        self._open[number] = file, offsets, last_offsets
         return self._open[number]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,56 +185,14 @@ def _read_head(folder: Path) -> tuple[dict[str, Any], FeatureMeta]:
     except json.JSONDecodeError as e:
         raise EyasError(f"{path} is not valid JSON: {e}", "extract again") from e
     want: dict[str, Any] = {"format": FORMAT, "version": VERSION, "axes": AXES}
-    found = {k: head.get(k) for k in want} if isinstance(head, dict) else dict.fromkeys(want)
-    if found != want:
-        raise EyasError(f"{path}: {_difference(found, want)}")
+    if difference := _difference({k: head[k] for k in want if k in head}, want):
+        raise EyasError(f"{path}: {difference}")
     names = [f.name for f in fields(FeatureMeta)]
     if missing := {"complete", "shards", "ids", "skipped", *names} - head.keys():
         raise EyasError(f"{path} lacks {', '.join(sorted(missing))}")
     return head, FeatureMeta(**{name: head[name] for name in names})
 
 
-def _open_shard(folder: Path, shard: dict[str, Any], meta: FeatureMeta) -> tuple[Any, np.ndarray, np.ndarray]:
-    path, tokens, supervised = folder / shard["file"], shard["tokens"], shard["supervised"]
-    try:
-        file = safe_open(path, framework="pt")
-    except SafetensorError as e:
-        raise EyasError(f"{path} is not a whole safetensors file: {e}", "copy it again, or extract again") from e
-    want = {n: (s, _ST_NAMES[DTYPES[n]]) for n, s in meta.shapes(tokens, supervised).items()}
-    want |= dict.fromkeys(("offsets", "last_offsets"), ([shard["samples"] + 1], "I64"))
-    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    found = {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
-    if found != want:
-        raise EyasError(f"{path}: {_difference(found, want)} (axes {AXES})")
-    offsets, last_offsets = (file.get_tensor(n).numpy() for n in ("offsets", "last_offsets"))
-    for ends, total in ((offsets, tokens), (last_offsets, supervised)):
-        if ends[0] != 0 or ends[-1] != total or (np.diff(ends) < 0).any():
-            raise EyasError(f"{path}: offsets must rise from 0 to {total}, found {ends}")
-    return file, offsets, last_offsets
-
-
 def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
     pairs = {n: (found.get(n, "absent"), expected.get(n, "absent")) for n in (expected | found)}
     return "; ".join(f"{n} is {f!r}, expected {e!r}" for n, (f, e) in pairs.items() if f != e)
-
-
-def _write_safetensors(path: Path, tensors: dict[str, list[Tensor]]) -> tuple[str, int]:
-    """Write each list joined along dim 0, without joining it in memory. Returns (sha256, bytes) of the file."""
-    order = sorted(tensors, key=lambda n: (-tensors[n][0].element_size(), n))  # widest first keeps all aligned
-    header: dict[str, Any] = {"__metadata__": {"format": f"{FORMAT} {VERSION}"}}
-    end = 0
-    for name in order:
-        first, start = tensors[name][0], end
-        end += sum(p.nbytes for p in tensors[name])
-        shape = [sum(map(len, tensors[name])), *first.shape[1:]]
-        header[name] = {"dtype": _ST_NAMES[first.dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    blocks: list[Any] = [len(text).to_bytes(8, "little"), text]
-    blocks += [p.contiguous().flatten().view(torch.uint8).numpy() for n in order for p in tensors[n]]  # views
-    digest = hashlib.sha256()
-    with open(path, "wb") as f:
-        for block in blocks:
-            digest.update(block)
-            f.write(block)
-        return digest.hexdigest(), f.tell()

@@ -25,12 +25,13 @@ def ttt_attention(
     keys, values [N, nkv, d]; own_keys, own_values [A, nkv, k, d], k >= 0; rows [A] int64 on q's device; `blocks`
     cover the queries in order. RoPE is already applied. Softmax in fp32 at least, scale d ** -0.5.
     """
+    q = q * q.shape[-1] ** -0.5
     out, lse = _DocumentAttention.apply(q, keys, values, rows, blocks)  # [A, nh, d], [A, nh]
     if not own_keys.shape[2]:
         return out
     heads, (a, nkv, _, d) = q.shape[1], own_keys.shape
     group = (a, nkv, heads // nkv, d)
-    own = q.view(group) @ own_keys.transpose(-1, -2) * d**-0.5  # [A, nkv, G, k]
+    own = q.view(group) @ own_keys.transpose(-1, -2)  # [A, nkv, G, k]
     share = torch.cat([lse.view(group[:3])[..., None], own.to(lse.dtype)], -1).softmax(-1).to(q.dtype)
     merged = share[..., :1] * out.view(group) + share[..., 1:] @ own_values  # [A, nkv, G, d]
     return merged.view(q.shape)
@@ -68,12 +69,10 @@ class _DocumentAttention(torch.autograd.Function):
             qb, gb = _heads_first(q[queries], nkv), _heads_first(grad_out[queries], nkv)  # [nkv, n * G, d]
             probs = scores.softmax(-1)
             grad_v[cells] += (probs.to(q.dtype).transpose(1, 2) @ gb).transpose(0, 1)
-            shift = -_heads_first(offset[queries][..., None], nkv).to(q.dtype)  # [nkv, n * G, 1]
-            grad_s = torch.baddbmm(shift, gb, v.transpose(1, 2)).mul_(probs)
+            grad_s = (gb @ v.transpose(1, 2)).sub_(_heads_first(offset[queries][..., None], nkv)).mul_(probs)
             grad_q[queries] = _rows_first(grad_s @ k, block[1] - block[0])
             grad_k[cells] += (grad_s.transpose(1, 2) @ qb).transpose(0, 1)
-        scale = q.shape[-1] ** -0.5
-        return grad_q.mul_(scale), grad_k.mul_(scale), grad_v, None, None
+        return grad_q, grad_k, grad_v, None, None
 
 
 def _slices(block: Block) -> tuple[slice, slice]:
@@ -81,14 +80,12 @@ def _slices(block: Block) -> tuple[slice, slice]:
 
 
 def _scores(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled and masked scores [nkv, n * G, T] of a block, with its keys and values [nkv, T, d]."""
+    """Masked scores [nkv, n * G, T] of a block, with its keys and values [nkv, T, d]."""
     queries, cells = _slices(block)
-    heads, nkv = q.shape[1], keys.shape[1]
     k, v = keys[cells].transpose(0, 1), values[cells].transpose(0, 1)
+    scores = _heads_first(q[queries], len(k)) @ k.transpose(1, 2)
     visible = torch.arange(block[2], block[3], device=q.device) <= rows[queries, None, None]  # [n, 1, T]
-    mask = torch.where(visible, 0.0, float("-inf")).to(q.dtype)
-    mask = mask.expand(-1, heads // nkv, -1).reshape(-1, k.shape[1])  # [n * G, T]
-    scores = torch.baddbmm(mask, _heads_first(q[queries], nkv), k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+    scores.unflatten(1, (len(visible), -1)).add_(torch.where(visible, 0.0, float("-inf")))
     return scores.to(torch.promote_types(q.dtype, torch.float32)), k, v
 
 

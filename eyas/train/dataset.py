@@ -5,6 +5,7 @@ mask bit and the last hidden state. A batch is one row of packed samples, [1, ma
 """
 
 import json
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -16,20 +17,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from eyas.errors import EyasError
-from eyas.features.foreign import load_pickle
+from eyas.features.contract import Features
 from eyas.features.store import Store
 from eyas.train.noise import TransformTensors
 
 BatchType = dict[str, Any]
 StandardizeFnSig = Callable[[dict[str, Any]], dict[str, Any]]
-
-_SHIFTS = {
-    "input_ids": slice(1, None),
-    "hidden_states": slice(None, -1),
-    "verifier_last_hidden_states": slice(1, None),
-    "loss_mask": slice(1, None),
-    "position_ids": slice(1, None),
-}
 
 
 def list_files(path: str | Path) -> list[Path]:
@@ -54,33 +47,24 @@ def slice_and_pad_to_length(tensor: Tensor, length: int) -> Tensor:
 def shift_batch(batch: BatchType) -> BatchType:
     """T tokens -> T-1 rows: states keep rows 0…T-2; tokens, last states, mask and positions rows 1…T-1.
 
-    Needs the keys input_ids, hidden_states, verifier_last_hidden_states, loss_mask, position_ids [T, ...] and
-    lengths [1]; raises KeyError naming those that are missing.
+    Raises KeyError when one of these, or `lengths` [1], is missing.
     """
-    if missing := [k for k in (*_SHIFTS, "lengths") if k not in batch]:
-        raise KeyError(f"batch lacks {', '.join(missing)}")
-    return {k: batch[k][rows] for k, rows in _SHIFTS.items()} | {"lengths": (batch["lengths"] - 1).clamp(min=0)}
+    after = ("input_ids", "verifier_last_hidden_states", "loss_mask", "position_ids")
+    rows = {k: batch[k][1:] for k in after} | {"hidden_states": batch["hidden_states"][:-1]}
+    return rows | {"lengths": (batch["lengths"] - 1).clamp(min=0)}
 
 
 def standardize_data_v0(data: dict[str, Any]) -> dict[str, Any]:
     """Old sample files: `hidden_state` [T, A*H] (aux) and `target` [T, H] (last, AFTER the final norm)."""
-    return {
-        "hidden_states": data["hidden_state"],
-        "input_ids": data["input_ids"],
-        "verifier_last_hidden_states": data["target"],
-        "loss_mask": data["loss_mask"],
-    }
+    states = {"hidden_states": data["hidden_state"], "verifier_last_hidden_states": data["target"]}
+    return states | {k: data[k] for k in ("input_ids", "loss_mask")}
 
 
 def standardize_data_v1(data: dict[str, Any]) -> dict[str, Any]:
     """Sample files with `hidden_states`, a list of A+1 tensors [T, H]: aux, then last (BEFORE the final norm)."""
     *aux, last = data["hidden_states"]
-    return {
-        "hidden_states": torch.cat(aux, -1),  # [T, A*H]
-        "input_ids": data["input_ids"],
-        "verifier_last_hidden_states": last,
-        "loss_mask": data["loss_mask"],
-    }
+    states = {"hidden_states": torch.cat(aux, -1), "verifier_last_hidden_states": last}
+    return states | {k: data[k] for k in ("input_ids", "loss_mask")}
 
 
 class Eagle3SampleFileDataset(Dataset[BatchType]):
@@ -109,13 +93,11 @@ class Eagle3SampleFileDataset(Dataset[BatchType]):
         if (datapath is None) == (file_list is None):
             raise ValueError("give either datapath or file_list")
         self.max_len, self.transform, self.hidden_states_dtype = max_len, transform, hidden_states_dtype
-        self.standardize_fn = standardize_fn
-        self.store: Store | None = None
-        if datapath is None:
-            self.files = [Path(f) for f in file_list or []]
-        elif (Path(datapath) / "store.json").is_file():
-            self.store, self.files = Store(datapath), []
-        else:
+        self.standardize_fn, self.store = standardize_fn, None
+        self.files = [Path(f) for f in file_list or []]
+        if datapath and (Path(datapath) / "store.json").is_file():
+            self.store = Store(datapath)
+        elif datapath:
             self.files = list_files(datapath)
         if not len(self):
             raise EyasError(f"{datapath or 'file_list'} holds no samples", "expected a store or .pt files")
@@ -124,7 +106,7 @@ class Eagle3SampleFileDataset(Dataset[BatchType]):
         return len(self.files) if self.store is None else len(self.store)
 
     def __getitem__(self, index: int) -> BatchType:
-        data = self._standardized(index)
+        data = self._from_file(self.files[index]) if self.store is None else self._from_store(self.store[index])
         for key in ("hidden_states", "verifier_last_hidden_states"):
             # a copy, never a view: a loader's worker that sends a view would send the whole memory-mapped shard
             data[key] = data[key].to(self.hidden_states_dtype, copy=True)
@@ -132,17 +114,20 @@ class Eagle3SampleFileDataset(Dataset[BatchType]):
         data |= {"lengths": torch.tensor([tokens]), "position_ids": torch.arange(tokens)}
         return shift_batch(self.transform(data) if self.transform else data)
 
-    def _standardized(self, index: int) -> dict[str, Any]:
-        if self.store is not None:
-            features = self.store[index]
-            return {
-                "hidden_states": features.aux_hidden_states.flatten(1),  # [T, A*H]
-                "input_ids": features.token_ids.long(),
-                "verifier_last_hidden_states": features.dense_last(),  # [T, H]
-                "loss_mask": features.loss_mask.clone(),
-            }
-        path = self.files[index]
-        raw = load_pickle(path)
+    def _from_store(self, features: Features) -> dict[str, Any]:
+        last = torch.zeros_like(features.aux_hidden_states[:, 0])  # [T, H]
+        last[features.loss_mask] = features.last_hidden_state
+        states = {"hidden_states": features.aux_hidden_states.flatten(1), "verifier_last_hidden_states": last}
+        return states | {"input_ids": features.token_ids.long(), "loss_mask": features.loss_mask.clone()}
+
+    def _from_file(self, path: Path) -> dict[str, Any]:
+        try:
+            raw = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as e:
+            hint = "the file is truncated, or holds more than tensors, which eyas does not load"
+            raise EyasError(f"{path} cannot be read: {str(e).splitlines()[0]}", hint) from e
+        if not isinstance(raw, dict):
+            raise EyasError(f"{path} holds a {type(raw).__name__}, expected a dict")
         try:
             return self.standardize_fn(raw)
         except KeyError as e:

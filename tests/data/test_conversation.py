@@ -32,7 +32,7 @@ def test_dialects_are_accepted_row_by_row_and_give_the_same_conversation():
 
 def test_every_alias_is_mapped_and_an_unknown_role_is_answered_with_the_known_ones():
     for role, aliases in ALIASES.items():
-        for alias in set(aliases) - {"function_call"}:
+        for alias in aliases:
             assert parse({"messages": [{"from": alias, "value": "x"}]}).messages[0]["role"] == role
     assert parse({"conversations": [{"from": "observation", "value": "x"}]}).messages[0]["role"] == "tool"
     told = reason({"messages": [USER, {"role": "narrator", "content": "x"}]})
@@ -53,14 +53,8 @@ def test_tool_fields_reach_the_messages_unchanged_with_arguments_as_a_mapping():
     assert conversation.tools == [{"type": "function"}]
     assert row == before
     flat = {"messages": [USER, call({}, tool_calls='[{"name": "f", "arguments": {"city": "Paris"}}]')]}
-    share = {
-        "conversations": [
-            USER,
-            {"from": "function_call", "value": '{"name": "f", "arguments": {"city": "Paris"}}'},
-        ]
-    }
     want = [{"type": "function", "function": {"name": "f", "arguments": {"city": "Paris"}}}]
-    assert parse(flat).messages[1]["tool_calls"] == parse(share).messages[1]["tool_calls"] == want
+    assert parse(flat).messages[1]["tool_calls"] == want
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from eyas.data.conversation import BadRow, parse
-from eyas.data.render import Template, assemble, render
+from eyas.data.render import Template, assemble
 
 USER, SAID = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
 TWO_TURNS = [USER, SAID, {"role": "user", "content": "Really?"}, {"role": "assistant", "content": "Yes, really."}]
@@ -40,7 +40,7 @@ def with_template(tokenizer, template: str):
 
 
 def samples(tokenizer, messages, supervise="all_turns", **row):
-    return render(tokenizer, parse({"messages": messages, **row}), supervise)
+    return Template(tokenizer).render(parse({"messages": messages, **row}), supervise)
 
 
 def spans(tokenizer, sample) -> list[tuple[bool, str]]:
@@ -68,7 +68,6 @@ def test_chatml_supervises_both_answers_with_their_end_of_turn_and_nothing_betwe
         (False, "\n<|im_start|>user\nReally?<|im_end|>\n<|im_start|>assistant\n"),
         (True, "Yes, really.<|im_end|>"),
     ]
-    assert sample.loss_mask.index(True) == sample.prompt_len
     assert 0 < sum(sample.loss_mask) < len(sample.token_ids)
 
 
@@ -158,8 +157,8 @@ def test_arguments_keep_their_characters(qwen3_tokenizer):
     hard = {"function": {"name": "find", "arguments": {"q": "a<b & 'c' é"}}}
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [hard]}]
     template = Template(qwen3_tokenizer)
-    (turn,) = template.turns(parse({"messages": messages}))
-    assert "a<b & 'c' é" in turn.answer
+    ((_, answer),) = template.turns(parse({"messages": messages}))
+    assert "a<b & 'c' é" in answer
     assert not any(template.notes.values())
     escaping = Template(
         with_template(qwen3_tokenizer, CALLS.replace("TEXT", "(call.function.arguments | tojson) | e"))
@@ -198,7 +197,7 @@ def test_arguments_take_the_form_that_the_template_wants(qwen3_tokenizer, text):
 
 def test_a_template_that_takes_no_form_says_what_failed_with_each(qwen3_tokenizer, smollm2_tokenizer):
     told = reason(with_template(qwen3_tokenizer, CALLS.replace("TEXT", "call.nothing.at_all")), TOOL_TALK)
-    assert "arguments as a mapping, no content as null: the chat template fails: UndefinedError" in told
+    assert "arguments as a mapping: the chat template fails: UndefinedError" in told
     assert "arguments as text" in told
     assert "call of get_weather is left out" in reason(smollm2_tokenizer, TOOL_TALK)
 
@@ -293,10 +292,7 @@ def test_llama31_refuses_white_space_that_it_trims_and_says_how_to_mend_it(llama
 
 def test_a_first_assistant_message_is_supervised_alone(smollm2_tokenizer):
     tokenizer = with_template(smollm2_tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    conversation = parse(
-        {"messages": [{"role": "assistant", "content": "A"}, {"role": "user", "content": " b c"}]}
-    )
-    (sample,) = render(tokenizer, conversation)
+    (sample,) = samples(tokenizer, [{"role": "assistant", "content": "A"}, {"role": "user", "content": " b c"}])
     assert sample.loss_mask[0]
     assert sum(sample.loss_mask) == 1
     (sample,) = samples(smollm2_tokenizer, [SAID, *TWO_TURNS[2:]])
@@ -326,9 +322,8 @@ def test_sentencepiece_answers_get_no_space_of_their_own():
         "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}assistant:\n{% endif %}"
     )
-    assert Template(tokenizer).adds_space
     (sample,) = samples(tokenizer, [USER, SAID])
-    first = tokenizer.convert_ids_to_tokens(sample.token_ids[sample.prompt_len])
+    first = tokenizer.convert_ids_to_tokens(sample.token_ids[sample.loss_mask.index(True)])
     assert first.startswith("B")
     whole = tokenizer.apply_chat_template([USER, SAID], tokenize=True, return_dict=False, add_special_tokens=False)
     assert sample.token_ids == whole
@@ -340,8 +335,9 @@ def test_the_targets_own_ids_stand_in_for_the_text(smollm2_tokenizer):
     answers = [{"turn": 1, "token_ids": [*pieces, end], "finish": "stop"}]
     messages = [USER, SAID | {"content": "Because"}, *TWO_TURNS[2:]]
     one, two = samples(smollm2_tokenizer, messages, answers=answers)
-    assert one.token_ids[one.prompt_len :] == [*pieces, end]
-    assert all(one.loss_mask[one.prompt_len :])
+    prompt_len = one.loss_mask.index(True)
+    assert one.token_ids[prompt_len:] == [*pieces, end]
+    assert all(one.loss_mask[prompt_len:])
     assert supervised(smollm2_tokenizer, two) == ["Yes, really.<|im_end|>"]
     same = smollm2_tokenizer("Because").input_ids
     (joined,) = samples(
@@ -397,9 +393,9 @@ def test_what_is_supervised_decodes_to_the_answers(
 
 def test_assemble_joins_only_prompts_that_go_on():
     joined = assemble([([1, 2], [3]), ([1, 2, 3, 4], [5])])
-    assert [(s.token_ids, s.loss_mask, s.prompt_len) for s in joined] == [([1, 2, 3, 4, 5], [0, 0, 1, 0, 1], 2)]
+    assert [(s.token_ids, s.loss_mask) for s in joined] == [([1, 2, 3, 4, 5], [0, 0, 1, 0, 1])]
     apart = assemble([([1, 2], [3]), ([1, 9, 3, 4], [5])])
-    assert [(s.token_ids, s.loss_mask, s.prompt_len) for s in apart] == [
-        ([1, 2, 3], [0, 0, 1], 2),
-        ([1, 9, 3, 4, 5], [0, 0, 0, 0, 1], 4),
+    assert [(s.token_ids, s.loss_mask) for s in apart] == [
+        ([1, 2, 3], [0, 0, 1]),
+        ([1, 9, 3, 4, 5], [0, 0, 0, 0, 1]),
     ]

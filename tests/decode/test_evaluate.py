@@ -1,6 +1,7 @@
 """The evaluate stage on a tiny run: sets, categories, reasons of nulls, and going on after a kill."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from eyas.draft import save_draft
 from eyas.pipeline import Context
 from eyas.target.backend import Target
 from tests.decode.conftest import make_draft
+
+MT_BENCH = Path(__file__).parents[2] / "examples" / "demo" / "mt_bench.jsonl"
 
 
 def make_run(folder, target: Target, kind: str = "target", train: int = 500, **settings) -> Context:
@@ -29,9 +32,9 @@ def make_run(folder, target: Target, kind: str = "target", train: int = 500, **s
     spec = target.spec
     known = {"target": spec.name, "target_fingerprint": spec.fingerprint}
     write_samples(folder / "prepare" / "samples.parquet", samples, known)
-    counts = {"counts": {"train": train, "supervised": 9000}}
-    (folder / "prepare" / "result.json").write_text(json.dumps(counts))
     save_draft(make_draft(spec, kind), folder / "train")
+    counts = {"samples": train, "supervised": 9000}
+    (folder / "train" / "result.json").write_text(json.dumps({"counts": counts}))
     for stage in ("prepare", "train"):
         (folder / stage / "manifest.json").write_text("{}")
     settings = {"max_new_tokens": 10, "draft_tokens": 2} | settings
@@ -139,7 +142,7 @@ def test_nothing_accepted_and_little_training_are_warned_about(target, tmp_path)
     warnings = "\n".join(result["warnings"])
     assert "tau is 1.00: nothing accepted, likely misconfigured" in warnings
     assert "trained on 5 samples: a smoke test" in warnings
-    assert result["training"] == {"samples": 5, "supervised_tokens": 9000}
+    assert result["training"] == {"samples": 5, "supervised": 9000}
 
 
 def test_an_output_that_differs_makes_the_stage_not_ok():
@@ -181,6 +184,14 @@ def test_prompt_files_of_one_name_are_told_apart(target, tmp_path):
     assert target.tokenizer.decode(prompts[0].prompt_ids) == (
         "<|im_start|>user\nhi one<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_mt_bench_is_there_whole(target):
+    prompts, bad = file_prompts(EvaluateConfig(prompts=[str(MT_BENCH)]), target.tokenizer)
+    assert len(prompts) == 80 and bad == [] and len({p.category for p in prompts}) == 8
+    assert {p.set for p in prompts} == {"mt_bench"}
+    fields = {key for line in MT_BENCH.read_text().splitlines() for key in json.loads(line)}
+    assert fields == {"question_id", "category", "turns"} and MT_BENCH.with_suffix(".LICENSE.txt").is_file()
 
 
 def test_pieces_hold_a_character_of_several_tokens_together(target):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,6 +125,19 @@ def test_wrong_shapes_and_types_are_named(tmp_path, draft, spec):
     assert "t2d: expected [320], found [1, 320]" in found
 
 
+def test_what_sglang_cannot_capture_is_an_error(tmp_path, draft, spec):
+    target = replace(spec, model_type="deepseek_v3")
+    folder = write_folder(tmp_path / "out", "sglang", draft, spec)
+
+    def one(config):
+        config["eagle_aux_hidden_state_layer_ids"] = [1, 4, 6]
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [0, 3, 5]
+
+    assert check(folder, target)["ok"]
+    found = errors(check(write_folder(tmp_path / "out", "sglang", draft, spec, one), target))
+    assert "vLLM would capture boundaries [1, 4, 6], SGLang [0, 3, 5]" in found
+
+
 def test_head_rows_follow_the_draft_vocabulary(tmp_path, draft, spec):
     found = errors(mutated(tmp_path, draft, spec, change=lambda c: c.update(draft_vocab_size=90)))
     assert "lm_head.weight: expected [90, 32], found [100, 32]" in found
@@ -199,7 +213,7 @@ LAYER = "transformer_layer_config"
         ("vllm", lambda c: c.update(eagle_aux_hidden_state_layer_ids=[4, 2, 6]), "aux_layers must be distinct"),
         ("vllm", lambda c: c.update(eagle_aux_hidden_state_layer_ids=[2, 4, 9]), "exceed the target's 8 layers"),
         ("vllm", lambda c: c.update(eagle_aux_hidden_state_layer_ids=[2, 4]), "gives fc 3 inputs"),
-        ("vllm", lambda c: c[LAYER].update(vocab_size=300), "the target's 320 and 32"),
+        ("vllm", lambda c: c[LAYER].update(vocab_size=300), "vocab_size is 300, the target's 320"),
         ("vllm", lambda c: c[LAYER].update(tie_word_embeddings=True), "tie_word_embeddings is true"),
         ("vllm", lambda c: c[LAYER].update(num_hidden_layers=5), "num_hidden_layers is not 1"),
         ("sglang", drop("draft_vocab_size"), "draft_vocab_size is missing"),
