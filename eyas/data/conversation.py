@@ -20,9 +20,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 class BadRow(Exception):
     """A row that cannot become a sample; `reason` says which turn, what was expected and what was found."""
 
-    def __init__(self, reason: str):
-        super().__init__(reason)
-        self.reason = reason
+    reason = property(str)
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def _text(content: Any, n: int) -> str | None:
         raise BadRow(f"turn {n}: content: expected text, found {type(content).__name__}")
     texts = []
     for part in content:
-        part = {"type": "text", "text": part} if isinstance(part, str) else _decoded(part, dict, f"turn {n}: part")
+        part = _decoded(part, dict, f"turn {n}: content part")
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise BadRow(f"turn {n}: content part of type {part.get('type')!r}; only text can be used")
         texts.append(part["text"])
@@ -126,13 +124,12 @@ def _text(content: Any, n: int) -> str | None:
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     call = {k: v for k, v in _decoded(call, dict, where).items() if v is not None}
-    function = call.pop("function", call)
+    function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow(f"{where}: no function name")
     # Templates differ in what they take; a mapping is the form that most of them print as JSON.
     arguments = _decoded(function.get("arguments") or {}, dict, f"{where}: arguments")
-    kept = {k: v for k, v in call.items() if k not in ("name", "arguments")}
-    return {"type": "function"} | kept | {"function": {"name": function["name"], "arguments": arguments}}
+    return {"type": "function"} | call | {"function": {"name": function["name"], "arguments": arguments}}
 
 
 def _check_said(message: dict[str, Any], n: int) -> list[str]:

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,18 @@ from rich.markup import escape
 
 from eyas.config import DataConfig
 from eyas.data.conversation import BadRow, Conversation, parse
-from eyas.data.read import Row, count_lines, read_rows
-from eyas.data.render import Template
+from eyas.data.read import Row, read_rows
+from eyas.data.render import Rendered, Template, Turn, assemble
 from eyas.data.samples import Sample, write_samples
 from eyas.errors import EyasError
 from eyas.files import write_text
-from eyas.pipeline import Context
+from eyas.pipeline import Context, source_files
 from eyas.progress import bar, say, warn
 from eyas.target.spec import TargetSpec
 from eyas.target.tokenizer import load_tokenizer
 from eyas.vocab import vocab_facts
 
+CHUNK = 256  # rows tokenised together
 COUNTS = ("rows", "conversations", "samples", "train", "heldout", "quarantined", "duplicates", "truncated")
 COUNTS += ("samples_dropped", "think_tag_restored", "tokens", "supervised")
 
@@ -37,7 +39,9 @@ def run(ctx: Context) -> dict[str, Any]:
     sources = [str(ctx.input("regenerate") / "conversations.jsonl")] if regenerated else data.sources
     noted = {"target": spec.name, "target_fingerprint": spec.fingerprint, **vocab_facts(tokenizer)}
     noted |= {"supervise": data.supervise, "max_length": data.max_length}
-    total = min(count_lines(sources), data.limit or 1 << 62)
+    # how far there is to go, as far as that is cheap to know
+    jsonl = [path for path in source_files(sources).values() if path and path.suffix == ".jsonl"]
+    total = data.limit or sum(1 for path in jsonl for _ in path.open("rb"))
     work = _Preparation(data, Template(tokenizer))
     with bar("prepare", total, "rows") as progress:
         rows = (progress.update() or row for row in read_rows(sources))
@@ -59,29 +63,43 @@ class _Preparation:
 
     def samples(self, rows: Iterator[Row]) -> Iterator[Sample]:
         """Samples in the order of their rows, until `limit` conversations have given some."""
-        for row in rows:
-            if self.counts["conversations"] == self.config.limit:
-                return
-            self.counts["rows"] += 1
-            try:
-                yield from self._samples_of(row)
-            except BadRow as e:
-                self.counts["quarantined"] += 1
-                self.quarantine.append({"file": row.file, "row": row.number, "reason": e.reason})
+        for chunk in iter(lambda: list(islice(rows, CHUNK)), []):
+            read = [self._read(row) for row in chunk]
+            pairs = iter(self.template.tokenize([turn for _, turns in read for turn in turns]))
+            for row, (conversation, turns) in zip(chunk, read, strict=True):
+                if self.counts["conversations"] == self.config.limit:
+                    return
+                self.counts["rows"] += 1
+                try:
+                    if isinstance(conversation, BadRow):
+                        raise conversation
+                    *said, (prompt, _) = islice(pairs, len(turns))
+                    yield from self._samples_of(row, conversation, assemble(said), prompt)
+                except BadRow as e:
+                    self.counts["quarantined"] += 1
+                    self.quarantine.append({"file": row.file, "row": row.number, "reason": e.reason})
 
-    def _samples_of(self, row: Row) -> Iterator[Sample]:
-        if row.value is None:
-            raise BadRow(row.error or "empty")
-        conversation = parse(row.value)
-        content = conversation.content_hash()
+    def _read(self, row: Row) -> tuple[Any, list[Turn]]:
+        """(conversation, its supervised turns and last its first prompt without an answer), or (BadRow, [])."""
+        try:
+            if row.value is None:
+                raise BadRow(row.error or "empty")
+            conversation = parse(row.value)
+            turns = self.template.turns(conversation, self.config.supervise)
+            return conversation, [*turns, (self.template.first_prompt(conversation), [])]
+        except BadRow as e:
+            return e, []
+
+    def _samples_of(
+        self, row: Row, conversation: Conversation, rendered: list[Rendered], prompt: list[int]
+    ) -> Iterator[Sample]:
+        longest, content = self.config.max_length, conversation.content_hash()
         if content in self.contents:
             self.counts["duplicates"] += 1
             return
-        rendered, longest = self.template.render(conversation, self.config.supervise), self.config.max_length
         kept = [r for r in rendered if any(r.loss_mask[:longest])]
         if not kept:
             raise BadRow(f"no supervised token within data.max_length ({longest})")
-        (prompt,) = self.template.ids([self.template.first_prompt(conversation)])
         id = f"{conversation.id}-{content[:16]}" if conversation.id in self.ids else conversation.id
         self.contents.add(content)
         self.ids.add(id)
@@ -96,16 +114,9 @@ class _Preparation:
             if len(self.examples) < 3:
                 texts = [self.template.tokenizer.decode([t]) for t in ids[:600]]
                 self.examples.append([list(pair) for pair in zip(texts, mask[:600], strict=True)])
-            yield Sample(
-                id=id if k == 1 else f"{id}/{k}",
-                split=split,
-                category=conversation.category,
-                token_ids=np.array(ids, np.int32),
-                loss_mask=np.array(mask, np.bool_),
-                prompt_ids=np.array(prompt, np.int32),
-                source=row.file,
-                row=row.number,
-            )
+            arrays = np.array(ids, np.int32), np.array(mask, np.bool_), np.array(prompt, np.int32)
+            name = id if k == 1 else f"{id}/{k}"
+            yield Sample(name, split, conversation.category, *arrays, source=row.file, row=row.number)
 
     def _split(self, conversation: Conversation) -> str:
         """By a hash of the first user turn: the same prompt is never on both sides."""

@@ -21,26 +21,14 @@ class Row:
 
 
 def read_rows(sources: list[str]) -> Iterator[Row]:
-    """Every row of JSONL, JSON and Parquet files (globs allowed) and hub datasets, in order.
-
-    Raises UsageError for a missing file or an unknown kind, EyasError for a file that is broken as a whole.
-    """
+    """Every row of JSONL, JSON and Parquet files (globs allowed) and hub datasets, in order. Raises UsageError for a
+    missing file or an unknown kind, EyasError for a file that is broken as a whole."""
     readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
     for name, path in source_files(sources).items():
         if path is not None and path.suffix not in readers:
             raise UsageError(f"{path}: unknown kind of file", f"expected one of {', '.join(readers)}")
         for number, value in readers[path.suffix](path) if path else _hub(name):
             yield _row(name, number, value)
-
-
-def count_lines(sources: list[str]) -> int:
-    """Lines of the JSONL files among the sources: how far there is to go, as far as that is cheap to know."""
-    total = 0
-    for path in source_files(sources).values():
-        if path and path.suffix == ".jsonl":
-            with open(path, "rb") as f:
-                total += sum(1 for _ in f)
-    return total
 
 
 def _row(file: str, number: int, value: Any) -> Row:
@@ -67,13 +55,12 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
-    hint = "a file with one object a line must be named .jsonl"
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
+        if not isinstance(values, list):
+            raise ValueError(f"expected a list of rows, found {type(values).__name__}")
     except ValueError as e:
-        raise EyasError(f"{path}: not valid JSON: {e}", hint) from e
-    if not isinstance(values, list):
-        raise EyasError(f"{path}: expected a list of rows, found {type(values).__name__}", hint)
+        raise EyasError(f"{path}: {e}", "a file with one object a line must be named .jsonl") from e
     yield from enumerate(values, 1)
 
 

@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from eyas.data.conversation import REASONING, BadRow, Conversation
@@ -53,27 +54,25 @@ class Template:
         special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         special = sorted(special.union(tokenizer.all_special_tokens), key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
-
-    def render(self, conversation: Conversation, supervise: str = "all_turns") -> list[Rendered]:
-        """Samples of a conversation: one, or one for each assistant turn where the template rewrites history.
-
-        Raises BadRow where the template fails, or does not render what the messages hold.
-        """
-        return assemble(list(map(self._tokenize, self.turns(conversation, supervise))))
+        # SentencePiece tokenizers put a space before the first word of a text, even of half a text.
+        after_break, alone = self.ids(["\na", "a"])
+        self.adds_space = after_break[-1:] != alone
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Ids of rendered texts. The template has written the special tokens: the tokenizer must add none."""
         plain = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        return self.tokenizer(texts, **plain)["input_ids"]
+        return self.tokenizer(texts, **plain)["input_ids"] if texts else []
 
-    def _tokenize(self, turn: Turn) -> tuple[list[int], list[int]]:
-        """(prompt ids, answer ids): the prompt is tokenised as a server does it, whatever follows."""
-        prompt, answer = turn
-        if not isinstance(answer, str):
-            return self.ids([prompt])[0], answer
-        before, alone, whole = self.ids([prompt, answer, prompt + answer])
-        # SentencePiece tokenizers put a space before the first word of a text, even of half a text.
-        return before, whole[len(before) :] if whole[: len(before)] == before else alone
+    def tokenize(self, turns: list[Turn]) -> list[tuple[list[int], list[int]]]:
+        """(prompt ids, answer ids) of each turn, tokenised apart: a server never tokenises what is answered."""
+        texts = [said if isinstance(said, str) else "" for _, said in turns]
+        prompts, answers = self.ids([prompt for prompt, _ in turns]), self.ids(texts)
+        if self.adds_space:
+            wholes = self.ids([prompt + text for (prompt, _), text in zip(turns, texts, strict=True)])
+            pieces = zip(prompts, answers, wholes, strict=True)
+            answers = [w[len(p) :] if w[: len(p)] == p else a for p, a, w in pieces]
+        said = [a if isinstance(given, str) else given for (_, given), a in zip(turns, answers, strict=True)]
+        return list(zip(prompts, said, strict=True))
 
     def text(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
         """The template's own rendering; `prompt` adds the generation prompt. Raises BadRow where it fails."""
@@ -155,31 +154,32 @@ class Template:
         return text[:content] + text[content:].rstrip()
 
     def _form(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """The messages in the form this template takes: arguments of calls as mappings, or else as text."""
+        """The messages in the form this template takes: it may want arguments as text, or content not null."""
         calls = [c["function"] for m in conversation.messages for c in m.get("tool_calls", [])]
         failures = []
-        for form in ("a mapping", "text"):
-            messages = [_formed(message, form == "text") for message in conversation.messages]
+        for kind, empty in product(("a mapping", "text"), (None, "")):
+            messages = [_formed(message, kind == "text", empty) for message in conversation.messages]
             if not calls:
                 return messages
+            form = f"arguments as {kind}, no content as {json.dumps(empty)}"
             try:
                 text = self.text(messages, conversation.tools)
             except BadRow as e:
-                failures.append(f"arguments as {form}: {e.reason}")
+                failures.append(f"{form}: {e.reason}")
                 continue
             lost = [c["name"] for c in calls if any(part not in text for part in (c["name"], *c["arguments"]))]
             shown = [c["name"] for c in calls if c["arguments"] and str(c["arguments"]) in text]
             if not lost + shown:
                 return messages
-            why = f"call of {(lost + shown)[0]} is {'left out' if lost else 'not JSON'}"
-            failures.append(f"arguments as {form}: {why}")
+            failures.append(f"{form}: call of {(lost + shown)[0]} is {'left out' if lost else 'not JSON'}")
         raise BadRow("the chat template does not render the tool calls; " + "; ".join(failures))
 
 
-def _formed(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
-    """A message for a template: reasoning under every name, arguments of calls in one form."""
+def _formed(message: dict[str, Any], as_text: bool, empty: str | None) -> dict[str, Any]:
+    """A message for a template: reasoning under every name, arguments and missing content in one form."""
     thought = next(filter(None, map(message.get, REASONING)), None)
     formed = message | (dict.fromkeys(REASONING, thought) if thought else {})
+    formed["content"] = empty if message["content"] is None else message["content"]
     if as_text and "tool_calls" in message:
         formed["tool_calls"] = copy.deepcopy(message["tool_calls"])
         for call in formed["tool_calls"]:

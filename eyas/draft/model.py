@@ -118,8 +118,8 @@ class Eagle3DraftModel(nn.Module):
         plan = row_plan(batch, ttt_steps)
         states = torch.cat(self.unroll(batch, plan)).index_select(0, plan.loss_rows)  # [R, H]
         weights = decay ** torch.arange(ttt_steps, dtype=torch.float64)
-        means = (plan.counts if totals is None else totals.cpu()).clamp(min=1)
-        step_scale = (weights / weights.sum() / means).to(states.device)  # [K]
+        counted = (plan.counts if totals is None else totals.cpu()).clamp(min=1)
+        step_scale = (weights / weights.sum() / counted).to(states.device)  # [K]
         n = len(batch.input_ids)
         step = plan.loss_cells // n  # [R]
         loss, rows = linear_kl(

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from eyas import __version__
-from eyas.draft.config import Eagle3DraftConfig
+from eyas.draft.config import FLAGS, Eagle3DraftConfig
 from eyas.draft.io import load_draft
 from eyas.errors import EyasError
 from eyas.export import sglang, vllm
@@ -18,7 +18,7 @@ from eyas.progress import say, warn
 from eyas.target.spec import TargetSpec
 from eyas.target.weights import TargetWeights
 
-LAYOUTS = {"vllm": ("vLLM", vllm), "sglang": ("SGLang", sglang)}
+LAYOUTS = {"vllm": vllm, "sglang": sglang}
 
 
 def run(ctx: Context) -> dict[str, Any]:
@@ -29,31 +29,30 @@ def run(ctx: Context) -> dict[str, Any]:
     """
     config, draft_tokens = ctx.config, ctx.config.evaluate.draft_tokens
     spec = TargetSpec.load(config.target.model, config.target.revision)
-    weights = TargetWeights(spec)
-    draft = load_draft(ctx.input("train"), weights)
-    for layout in config.export.layouts:
-        LAYOUTS[layout][1].check(draft.config, spec)
+    draft = load_draft(ctx.input("train"), TargetWeights(spec))
+    if "sglang" in config.export.layouts:
+        sglang.check(draft.config, spec)
     dtype = getattr(torch, config.export.dtype)
     tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in draft.state_dict().items()}
     features = samples(ctx.input("extract"))
     origin = json.loads((ctx.input("train") / "draft.json").read_text())["provenance"]
     verified: dict[str, Any] = {}
+    warnings = []
     for layout in config.export.layouts:
-        folder, module = ctx.out / layout, LAYOUTS[layout][1]
+        folder, module = ctx.out / layout, LAYOUTS[layout]
         write_json(folder / "config.json", module.config(draft.config, spec, config.export.dtype, draft_tokens))
+        named = {n.replace(vllm.LAYER, module.LAYER): t.contiguous() for n, t in tensors.items()}
         with atomic(folder / "model.safetensors") as temporary:
-            named = {module.tensor_name(n): t.contiguous() for n, t in tensors.items()}
             save_file(named, temporary, {"format": "pt"})
         served = f"{config.run_dir}/export/{layout}"
         write_text(folder / "README.md", model_card(layout, draft.config, spec, served, draft_tokens, origin))
         verified[layout] = checked = check(folder, spec, draft, features)
+        said = {level: [f["message"] for f in checked["findings"] if f["level"] == level] for level in ("error", "warning")}
         if not checked["ok"]:
-            wrong = "; ".join(f["message"] for f in checked["findings"] if f["level"] == "error")
-            raise EyasError(f"the {layout} export does not prove itself: {wrong}")
+            raise EyasError(f"the {layout} export does not prove itself: {'; '.join(said['error'])}")
         apart = checked["proof"]["largest_difference"]
         say(f"{layout}: {len(tensors)} tensors; reloaded, logits within {apart:.1e} of the trained draft's")
-    found = [(layout, f) for layout, checked in verified.items() for f in checked["findings"]]
-    warnings = [f"{layout}: {f['message']}" for layout, f in found if f["level"] == "warning"]
+        warnings += [f"{layout}: {message}" for message in said["warning"]]
     for text in warnings:
         warn(text)
     size = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -65,15 +64,14 @@ def model_card(
     layout: str, draft: Eagle3DraftConfig, spec: TargetSpec, folder: str, draft_tokens: int, origin: dict[str, Any]
 ) -> str:
     """README.md: how to serve the draft with this layout's engine, what it is, where it comes from."""
-    engine, module = LAYOUTS[layout]
-    command, options = module.serving(spec.name, folder, draft_tokens)
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    engine = {"vllm": "vLLM", "sglang": "SGLang"}[layout]
+    command, options = LAYOUTS[layout].serving(spec.name, folder, draft_tokens)
     facts = {
         "method": "EAGLE-3, one layer; embeddings are the target's and not in this folder",
         "aux layers": f"{list(draft.aux_layers)} (boundaries: the state entering block i)",
         "draft vocabulary": f"{draft.draft_vocab_size:,} of the target's {draft.vocab_size:,} ids",
         "positions": f"{draft.max_position_embeddings:,}",
-        "flags": ", ".join(flag for flag in flags if getattr(draft, flag)) or "none",
+        "flags": ", ".join(flag for flag in FLAGS if getattr(draft, flag)) or "none",
         "target": f"{spec.name}, fingerprint {spec.fingerprint[:16]}",
         "made with": f"eyas {__version__}",
         **{f"training: {k}": v for k, v in origin.items() if k not in ("eyas", "target", "target_fingerprint")},
@@ -97,7 +95,7 @@ With it, {engine} makes {spec.name} produce the same text in fewer passes.
 {json.dumps(options, indent=2)}
 ```
 
-{module.NOTES.format(folder=folder)}
+{LAYOUTS[layout].NOTES.format(folder=folder)}
 
 | | |
 |---|---|

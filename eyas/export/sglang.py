@@ -5,15 +5,14 @@ vLLM serves such a folder too: it reads the aux layers at the top level, SGLang 
 
 from typing import Any
 
-from eyas.draft.config import Eagle3DraftConfig
+from eyas.draft.config import FLAGS, Eagle3DraftConfig
 from eyas.errors import EyasError
 from eyas.export import vllm
 from eyas.target.spec import TargetSpec
 
-# Targets for which SGLang takes a list that begins with 1 for outputs of blocks, and any other list for
-# boundaries.
-AS_IS_UNLESS_FIRST_IS_1 = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"}
-AS_IS_UNLESS_FIRST_IS_1 |= {"glm_moe_dsa"}
+LAYER = "midlayer."  # what the one layer's tensors are called
+# Targets for which SGLang takes a list that begins with 1 for outputs of blocks, any other for boundaries.
+AS_IS_UNLESS_FIRST_IS_1 = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa"}
 NOTES = """\
 - Give all three numbers or none; a chain of n tokens is num-steps n, eagle-topk 1, num-draft-tokens n + 1.
 - A quantised target passes its quantisation on: add `--speculative-draft-model-quantization unquant`.
@@ -22,7 +21,6 @@ NOTES = """\
 
 def check(draft: Eagle3DraftConfig, spec: TargetSpec) -> None:
     """Raise EyasError for what SGLang would misread without a word."""
-    vllm.check(draft, spec)
     aux, last, reason = list(draft.aux_layers), spec.num_layers, ""
     if draft.norm_before_residual:
         reason = "SGLang has no norm_before_residual: the raw state would go into the residual branch"
@@ -50,11 +48,6 @@ def boundaries(ids: list[int], spec: TargetSpec) -> list[int]:
     return ids if as_is else [i + 1 for i in ids]
 
 
-def tensor_name(name: str) -> str:
-    """The one layer is called midlayer."""
-    return name.replace("layers.0.", "midlayer.")
-
-
 def config(draft: Eagle3DraftConfig, spec: TargetSpec, dtype: str, draft_tokens: int) -> dict[str, Any]:
     """config.json. `target_hidden_size` stays out: SGLang tests whether it is there, not what it is."""
     aux = list(draft.aux_layers)
@@ -62,13 +55,9 @@ def config(draft: Eagle3DraftConfig, spec: TargetSpec, dtype: str, draft_tokens:
         "architectures": ["LlamaForCausalLMEagle3"],
         **vllm.layer_config(draft),
         "draft_vocab_size": draft.draft_vocab_size,
-        **{flag: getattr(draft, flag) for flag in ("norm_before_fc", "fc_norm", "norm_output")},
-        "norm_before_residual": False,
+        **{flag: getattr(draft, flag) for flag in FLAGS},
         "eagle_aux_hidden_state_layer_ids": aux,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": layer_ids(aux, spec),
-            "use_aux_hidden_state": True,
-        },
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layer_ids(aux, spec), "use_aux_hidden_state": True},
         "torch_dtype": dtype,
     }
 

@@ -17,7 +17,7 @@ from eyas.draft.io import load_draft
 from eyas.draft.model import Eagle3DraftModel
 from eyas.errors import EyasError, UsageError
 from eyas.export import sglang
-from eyas.export.reader import TABLES, Findings, read_config, read_shape, read_tensors
+from eyas.export.reader import Findings, read_config, read_shape, read_tensors
 from eyas.features.contract import Features
 from eyas.features.store import Store
 from eyas.target.spec import TargetSpec
@@ -25,7 +25,7 @@ from eyas.target.weights import TargetWeights
 from eyas.vocab import check_vocab_mapping
 
 TOLERANCE = 1e-5  # of the largest logit, in float32
-ROWS, CHAIN = 64, 2  # verified rows and chain rows compared in each sample
+SAMPLES, ROWS, CHAIN = 4, 64, 2  # samples compared; in each, verified rows and chain rows
 
 
 def verify(folder: str | Path, run_dir: str | Path | None = None, target: str | None = None) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def verify(folder: str | Path, run_dir: str | Path | None = None, target: str | 
     trained the draft: every tensor, and logits on real features. Raises UsageError for a path that is no folder.
     """
     path = Path(folder)
-    if "://" in str(folder) or not path.is_dir():
+    if not path.is_dir():
         raise UsageError(f"draft {str(folder)!r} is not a folder", "give a local folder: config.json and weights")
     if run_dir is None:
         return check(path, TargetSpec.load(target) if target else None)
@@ -44,10 +44,11 @@ def verify(folder: str | Path, run_dir: str | Path | None = None, target: str | 
     return check(path, spec, load_draft(run / "train", TargetWeights(spec)), samples(run / "extract"))
 
 
-def samples(extract: Path, count: int = 4) -> list[Features]:
+def samples(extract: Path) -> list[Features]:
     """A few samples, evenly spaced over the training store."""
     store = Store(extract / "features" / "train")
-    return [store[i * len(store) // count] for i in range(min(count, len(store)))]
+    count = min(SAMPLES, len(store))
+    return [store[i * len(store) // count] for i in range(count)]
 
 
 def check(
@@ -60,23 +61,21 @@ def check(
     found, layout, proof = Findings(), None, None
     try:
         config, layout = read_config(folder)
-        tensors = read_tensors(folder, layout, found)
+        tensors = read_tensors(folder)
         _values(tensors, found)
-        shape = read_shape(config, layout, spec, found)
-        if shape:
-            _names(tensors, shape, layout, found)
-            _vocabulary(tensors, shape, found)
+        if shape := read_shape(config, layout, spec, found):
+            _tensors(tensors, shape, found)
             if spec:
                 _target(shape, spec, layout, found)
             if trained and features is not None and found.ok:
                 proof = _prove(tensors, shape, trained, features, found)
     except ValueError as e:
-        found.error("files", str(e))
-    return {"ok": found.ok, "format": layout, "findings": found.items, "proof": proof}
+        found.add("error", "files", str(e))
+    return {"ok": found.ok, "format": layout, "findings": found, "proof": proof}
 
 
-def _names(tensors: dict[str, Tensor], shape: Eagle3DraftConfig, layout: str, found: Findings) -> None:
-    """Every tensor the engine looks for is there, in its shape and type, and nothing it refuses or passes over."""
+def _tensors(tensors: dict[str, Tensor], shape: Eagle3DraftConfig, found: Findings) -> None:
+    """The tensors are those of this draft, each in its shape and type; d2t and t2d are one mapping of offsets."""
     with torch.device("meta"):  # made with the full vocabulary, which needs no tables
         whole = Eagle3DraftModel(replace(shape, draft_vocab_size=shape.vocab_size)).state_dict()
     expected = {n: list(t.shape) for n, t in whole.items()}
@@ -84,21 +83,24 @@ def _names(tensors: dict[str, Tensor], shape: Eagle3DraftConfig, layout: str, fo
     if shape.pruned:
         expected |= {"d2t": [shape.draft_vocab_size], "t2d": [shape.vocab_size]}
     allowed = expected | {"embed_tokens.weight": [shape.vocab_size, shape.hidden_size]}
-    for name in sorted(expected.keys() - tensors.keys() - {"t2d"}):
-        found.error("names", f"{name} {expected[name]} is missing: the engine would serve uninitialised memory")
+    for name in sorted(expected.keys() - tensors.keys()):
+        hint = "an engine serves what stands in uninitialised memory"
+        found.add("error", "names", f"{name} {expected[name]} is missing", hint)
     for name in sorted(tensors.keys() - allowed.keys()):
-        changes = name in TABLES or name.endswith(("q_norm.weight", "k_norm.weight", "bias"))
-        level = "warning" if layout == "sglang" and not changes else "error"
-        message = f"{name} is not part of this draft: vLLM refuses it, SGLang passes over it"
-        found.add(level, "names", message, shape=list(tensors[name].shape))
+        found.add("error", "names", f"{name} is not part of this draft: vLLM refuses it, SGLang passes over it")
     for name in sorted(tensors.keys() & allowed.keys()):
-        if list(tensors[name].shape) != allowed[name]:
-            found.error("shapes", f"{name}: expected {allowed[name]}, found {list(tensors[name].shape)}")
-        if tensors[name].dtype != TABLES.get(name, tensors[name].dtype):
-            found.error("dtypes", f"{name}: expected {TABLES[name]}, found {tensors[name].dtype}")
-    kinds = sorted({str(t.dtype) for n, t in tensors.items() if n not in TABLES})
-    if kinds not in (["torch.bfloat16"], ["torch.float16"], ["torch.float32"]):
-        found.warning("dtypes", f"weights are stored as {', '.join(kinds)}")
+        size, kind = list(tensors[name].shape), tensors[name].dtype
+        if size != allowed[name]:
+            found.add("error", "shapes", f"{name}: expected {allowed[name]}, found {size}")
+        if kind != (wanted := {"d2t": torch.int64, "t2d": torch.bool}.get(name, kind)):
+            found.add("error", "dtypes", f"{name}: expected {wanted}, found {kind}")
+    if shape.pruned and {"d2t", "t2d"} <= tensors.keys():
+        try:
+            check_vocab_mapping(tensors["d2t"], tensors["t2d"], shape.vocab_size)
+        except EyasError as e:
+            absolute = tensors["t2d"].flatten().nonzero().flatten().tolist() == tensors["d2t"].tolist()
+            hint = "these are ids, not offsets: subtract 0, 1, ..." if absolute else e.hint
+            found.add("error", "vocabulary", e.message, hint)
 
 
 def _values(tensors: dict[str, Tensor], found: Findings) -> None:
@@ -108,51 +110,34 @@ def _values(tensors: dict[str, Tensor], found: Findings) -> None:
             continue
         low, high = (float(x) for x in torch.aminmax(tensor.float()))
         if bad := int((~torch.isfinite(tensor)).sum()):
-            found.error("values", f"{name} has {bad} values that are NaN or infinite")
+            found.add("error", "values", f"{name} has {bad} values that are NaN or infinite")
         elif low == high == 0 and name in ("fc.weight", "norm.weight", "lm_head.weight"):
-            found.error("values", f"{name} is all zero: every token gets the same logit")
+            found.add("error", "values", f"{name} is all zero: every token gets the same logit")
         elif low == high and (low == 0 or tensor.dim() > 1):
-            found.warning("values", f"{name} is {low} everywhere: never trained?")
-
-
-def _vocabulary(tensors: dict[str, Tensor], shape: Eagle3DraftConfig, found: Findings) -> None:
-    """d2t and t2d are one mapping of offsets."""
-    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if not shape.pruned or d2t is None:
-        return
-    if t2d is None:
-        found.add("info", "vocabulary", "t2d is not there; servers do not need it, training tools do")
-        targets = (torch.arange(len(d2t)) + d2t).clamp(0, shape.vocab_size - 1).long()
-        t2d = torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill(0, targets, True)
-    try:
-        check_vocab_mapping(d2t, t2d, shape.vocab_size)
-    except EyasError as e:
-        absolute = torch.equal(torch.nonzero(t2d).flatten(), d2t)
-        hint = "these are ids, not offsets: subtract 0, 1, ..." if absolute else e.hint
-        found.error("vocabulary", e.message, hint)
+            found.add("warning", "values", f"{name} is {low} everywhere: never trained?")
 
 
 def _target(shape: Eagle3DraftConfig, spec: TargetSpec, layout: str, found: Findings) -> None:
     """The draft fits the target, and its engine can capture the aux layers."""
-    pairs = (
+    bases = (shape.rope_parameters["rope_theta"], spec.rope_parameters["rope_theta"])
+    for level, key, own, theirs in (
         ("error", "vocab_size", shape.vocab_size, spec.vocab_size),
         ("error", "hidden_size", shape.hidden_size, spec.hidden_size),
-        ("warning", "rope_theta", shape.rope_parameters["rope_theta"], spec.rope_parameters["rope_theta"]),
-    )
-    for level, key, own, theirs in pairs:
+        ("warning", "rope_theta", *bases),
+    ):
         if own != theirs:
             found.add(level, "target", f"{key} is {own}, the target's {theirs}")
     if (own := shape.max_position_embeddings) < (theirs := spec.max_position_embeddings):
-        found.warning(
-            "target", f"max_position_embeddings is {own}, the target's {theirs}: older vLLM breaks there"
-        )
+        message = f"max_position_embeddings is {own}, the target's {theirs}: older vLLM breaks there"
+        found.add("warning", "target", message)
     if shape.aux_layers[-1] > spec.num_layers:
-        found.error("target", f"aux layers {list(shape.aux_layers)} exceed the target's {spec.num_layers} layers")
+        message = f"aux layers {list(shape.aux_layers)} exceed the target's {spec.num_layers} layers"
+        found.add("error", "target", message)
     elif layout == "sglang":
         try:
             sglang.check(shape, spec)
         except EyasError as e:
-            found.error("target", e.message, e.hint)
+            found.add("error", "target", e.message, e.hint)
 
 
 @torch.no_grad()
@@ -167,19 +152,20 @@ def _prove(
 
     Both compute in float32, on a first pass over real features and the chain after it.
     """
-    dtype = tensors["fc.weight"].dtype
+    own, dtype = trained.config, tensors["fc.weight"].dtype
     rounded = {n: t.to(dtype) if t.is_floating_point() else t for n, t in trained.state_dict().items()}
-    for name in sorted(n for n in rounded.keys() & tensors.keys() if not torch.equal(rounded[n], tensors[n])):
-        found.error("proof", f"{name} is not the trained tensor rounded to {dtype}")
-    own = trained.config
+    for name, tensor in rounded.items():
+        if name not in tensors or not torch.equal(tensor, tensors[name]):
+            found.add("error", "proof", f"{name} is not the trained tensor rounded to {dtype}")
     if shape.aux_layers != own.aux_layers:
         layers = f"{list(shape.aux_layers)}, the draft was trained on {list(own.aux_layers)}"
-        found.error("proof", f"the engine captures boundaries {layers}")
+        found.add("error", "proof", f"the engine captures boundaries {layers}")
     if not found.ok:
         return None
-    models = [Eagle3DraftModel(c, rounded.get("t2d"), rounded.get("d2t")) for c in (shape, own)]
-    for model, state in zip(models, (tensors, rounded), strict=True):
-        model.load_state_dict(rounded | {n: state[n] for n in rounded.keys() & state.keys()})
+    models = []
+    for config, state in ((shape, tensors), (own, rounded)):
+        models.append(model := Eagle3DraftModel(config, state.get("t2d"), state.get("d2t")))
+        model.load_state_dict({n: t for n, t in state.items() if n != "embed_tokens.weight"})
         model.embed_tokens = trained.embed_tokens
     worst, compared = 0.0, 0
     for sample in features:
@@ -188,10 +174,11 @@ def _prove(
             worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max()))
             compared += len(wanted)
     if not compared:
-        found.warning("proof", f"no sample has {CHAIN + 2} tokens: tensors are equal, but no logits were compared")
+        message = f"no sample has {CHAIN + 2} tokens: tensors are equal, but no logits were compared"
+        found.add("warning", "proof", message)
     if not worst <= TOLERANCE:
         message = f"logits differ from the trained draft's by {worst:.1e} of the largest, tolerance {TOLERANCE}"
-        found.error("proof", message, "some flag does not mean to the engine what it meant in training")
+        found.add("error", "proof", message, "some flag does not mean to the engine what it meant in training")
     return {"largest_difference": worst, "tolerance": TOLERANCE, "rows": compared}
 
 

@@ -3,31 +3,22 @@
 from pathlib import Path
 from typing import Any
 
-from eyas.draft.config import Eagle3DraftConfig
-from eyas.errors import EyasError
+from eyas.draft.config import FLAGS, Eagle3DraftConfig
 from eyas.target.spec import TargetSpec
 
+LAYER = "layers.0."  # what the one layer's tensors are called
 NOTES = """\
 - `vllm serve {folder}` alone works too: its config.json names target, method and number of draft tokens.
 - The draft runs in the target's dtype; `draft_tensor_parallel_size` is 1 or the target's.
 - vLLM before 0.26 drops `fc_norm` and `norm_output` silently."""
 
 
-def check(draft: Eagle3DraftConfig, spec: TargetSpec) -> None:
-    """Raise EyasError for what no engine's draft layer computes."""
-    if draft.hidden_act != "silu":
-        raise EyasError(
-            f"the draft's MLP uses {draft.hidden_act}; the Llama drafts of vLLM and SGLang know silu only",
-            "no layout can serve it: train a draft with silu",
-        )
-
-
 def layer_config(draft: Eagle3DraftConfig) -> dict[str, Any]:
-    """The Llama config both engines read; partial rotation is no part of a draft.
+    """The Llama config both engines read.
 
     RoPE is written for older readers (`rope_theta`, `rope_scaling`) and for newer ones (`rope_parameters`).
     """
-    rope = {k: v for k, v in draft.rope_parameters.items() if k != "partial_rotary_factor"}
+    rope = draft.rope_parameters
     scaling = {"type": rope["rope_type"]} | {k: v for k, v in rope.items() if k != "rope_theta"}
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     same += ("hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size")
@@ -46,28 +37,23 @@ def layer_config(draft: Eagle3DraftConfig) -> dict[str, Any]:
     }
 
 
-def tensor_name(name: str) -> str:
-    """Tensors keep their names."""
-    return name
-
-
 def config(draft: Eagle3DraftConfig, spec: TargetSpec, dtype: str, draft_tokens: int) -> dict[str, Any]:
     """config.json. Every flag is written: an absent `norm_before_residual` is true to vLLM, false to others.
 
-    Aux layers are boundaries, vLLM's own convention. A target folder is named by its full path: the server
-    may start elsewhere.
+    Aux layers are boundaries, vLLM's own convention. A target folder is named by its full path: the server may
+    start elsewhere.
     """
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens}
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     local = Path(spec.name).expanduser().is_dir()
+    verifier = {"name_or_path": str(spec.path.resolve()) if local else spec.name}
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
         "draft_vocab_size": draft.draft_vocab_size,
         "target_hidden_size": None,
-        **{flag: getattr(draft, flag) for flag in flags},
+        **{flag: getattr(draft, flag) for flag in FLAGS},
         "embed_requires_grad": False,
         "eagle_aux_hidden_state_layer_ids": list(draft.aux_layers),
         "tie_word_embeddings": False,
@@ -76,10 +62,7 @@ def config(draft: Eagle3DraftConfig, spec: TargetSpec, dtype: str, draft_tokens:
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": str(spec.path.resolve()) if local else spec.name,
-                "architectures": spec.architectures,
-            },
+            "verifier": verifier | {"architectures": spec.architectures},
         },
         "transformer_layer_config": {k: v for k, v in layer_config(draft).items() if v is not None},
     }

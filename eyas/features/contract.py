@@ -68,10 +68,8 @@ class Features:
 
     @classmethod
     def from_states(cls, id: str, token_ids: Tensor, loss_mask: Tensor, aux: Tensor, last: Tensor) -> "Features":
-        """Round a target's states `aux` [T, A, H] and `last` [T, H] to bf16 and keep the supervised last rows.
-
-        The result shares no memory with them. Raises BadFeatures when rows and tokens differ in number.
-        """
+        """Round a target's states `aux` [T, A, H] and `last` [T, H] to bf16, in memory of their own, and keep the
+        supervised last rows. Raises BadFeatures when rows and tokens differ in number."""
         found = {"loss_mask": len(loss_mask), "aux_hidden_states": len(aux), "last_hidden_state": len(last)}
         if set(found.values()) != {len(token_ids)}:
             raise BadFeatures(f"sample {id} has {len(token_ids)} tokens, but rows: {found}")

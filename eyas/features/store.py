@@ -23,11 +23,9 @@ _ST_NAMES = {torch.int32: "I32", torch.bool: "BOOL", torch.bfloat16: "BF16"}
 
 
 class StoreWriter:
-    """Write samples in order; a shard is in memory twice while it is written.
-
-    `store.json` is written anew after each shard and says `complete` only at the end. A new writer on a folder of
-    a killed one goes on after the last finished shard: `ids` and `skipped` are the samples dealt with already.
-    """
+    """Write samples in order; a shard is in memory twice while it is written. `store.json` is written after each and
+    says `complete` only at the end. A new writer on a folder of a killed one goes on after the last finished shard:
+    `ids` and `skipped` are the samples dealt with already."""
 
     def __init__(self, folder: str | Path, meta: FeatureMeta, shard_bytes: int):
         self.folder, self.meta, self.shard_bytes = Path(folder), meta, shard_bytes
@@ -46,7 +44,7 @@ class StoreWriter:
     def add(self, features: Features) -> None:
         """Validate and append one sample. Raises BadFeatures; EyasError for an id that is stored already."""
         if features.id in self._known:
-            raise EyasError(f"sample id {features.id} occurs twice; ids in a store are unique")
+            raise EyasError(f"sample id {features.id} occurs twice")
         self._pending.append(features.validate(self.meta))
         self._known.add(features.id)
         self._pending_bytes += sum(getattr(features, name).nbytes for name in AXES)
@@ -88,8 +86,8 @@ class StoreWriter:
 class Store:
     """Read a store. Opening reads `store.json` and the shards' sizes; `store[i]` reads that sample's bytes only.
 
-    `meta` says what the features are; `ids`, `lengths` [S] (tokens) and `supervised_counts` [S] (int64 numpy) tell
-    about each sample. Raises EyasError naming the file, what was found and what was expected.
+    `meta` says what the features are; `ids`, `lengths` (tokens) and `supervised_counts` (int64 numpy) tell about
+    each sample. Raises EyasError naming the file, what was found and what was expected.
     """
 
     def __init__(self, folder: str | Path):
@@ -143,12 +141,6 @@ class Store:
         if difference := _difference({k: getattr(self.meta, k) for k in expected}, expected):
             raise EyasError(f"{self.folder}: {difference}", "extract again with this target and config")
 
-    def verify(self) -> None:
-        """Compare every shard with its sha256 (reads everything). Raises EyasError naming the shard."""
-        for shard in self.shards:
-            if (found := sha256_file(self.folder / shard["file"])) != shard["sha256"]:
-                raise EyasError(f"{self.folder / shard['file']} has sha256 {found}, expected {shard['sha256']}")
-
     def _shard(self, number: int) -> tuple[Any, np.ndarray, np.ndarray]:
         """(file, offsets, last_offsets) of a shard, opened and checked at its first use."""
         if number in self._open:
@@ -178,10 +170,12 @@ class Store:
 
 def _read_head(folder: Path) -> tuple[dict[str, Any], FeatureMeta]:
     path = folder / "store.json"
-    if not path.is_file():
-        raise EyasError(f"{folder} is not a feature store: it has no store.json", "was extraction finished?")
     try:
         head = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise EyasError(
+            f"{folder} has no store.json: it is no feature store", "was extraction finished?"
+        ) from None
     except json.JSONDecodeError as e:
         raise EyasError(f"{path} is not valid JSON: {e}", "extract again") from e
     want: dict[str, Any] = {"format": FORMAT, "version": VERSION, "axes": AXES}

@@ -52,9 +52,9 @@ def test_tool_fields_reach_the_messages_unchanged_with_arguments_as_a_mapping():
     assert conversation.messages[2] == tool
     assert conversation.tools == [{"type": "function"}]
     assert row == before
-    flat = {"messages": [USER, call({}, tool_calls='[{"name": "f", "arguments": {"city": "Paris"}}]')]}
+    text = '[{"function": {"name": "f", "arguments": {"city": "Paris"}}}]'
     want = [{"type": "function", "function": {"name": "f", "arguments": {"city": "Paris"}}}]
-    assert parse(flat).messages[1]["tool_calls"] == want
+    assert parse({"messages": [USER, call({}, tool_calls=text)]}).messages[1]["tool_calls"] == want
 
 
 @pytest.mark.parametrize(

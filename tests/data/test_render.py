@@ -40,7 +40,8 @@ def with_template(tokenizer, template: str):
 
 
 def samples(tokenizer, messages, supervise="all_turns", **row):
-    return Template(tokenizer).render(parse({"messages": messages, **row}), supervise)
+    template = Template(tokenizer)
+    return assemble(template.tokenize(template.turns(parse({"messages": messages, **row}), supervise)))
 
 
 def spans(tokenizer, sample) -> list[tuple[bool, str]]:
@@ -197,7 +198,7 @@ def test_arguments_take_the_form_that_the_template_wants(qwen3_tokenizer, text):
 
 def test_a_template_that_takes_no_form_says_what_failed_with_each(qwen3_tokenizer, smollm2_tokenizer):
     told = reason(with_template(qwen3_tokenizer, CALLS.replace("TEXT", "call.nothing.at_all")), TOOL_TALK)
-    assert "arguments as a mapping: the chat template fails: UndefinedError" in told
+    assert "arguments as a mapping, no content as null: the chat template fails: UndefinedError" in told
     assert "arguments as text" in told
     assert "call of get_weather is left out" in reason(smollm2_tokenizer, TOOL_TALK)
 
@@ -322,6 +323,7 @@ def test_sentencepiece_answers_get_no_space_of_their_own():
         "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}assistant:\n{% endif %}"
     )
+    assert Template(tokenizer).adds_space
     (sample,) = samples(tokenizer, [USER, SAID])
     first = tokenizer.convert_ids_to_tokens(sample.token_ids[sample.loss_mask.index(True)])
     assert first.startswith("B")
