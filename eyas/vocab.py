@@ -38,7 +38,7 @@ def build_vocab_mapping(
     model's vocabulary and never chosen. Raises EyasError when the sizes do not fit.
     """
     V, pins = len(counts), np.unique(np.array(pinned or [], dtype=np.int64))
-    usable = V if usable is None else min(usable, V)
+    usable = min(V if usable is None else usable, V)
     if not 1 <= size <= usable:
         raise EyasError(f"vocab.size: expected 1 to {usable} (the target's real tokens), found {size}")
     if counts[usable:].any() or (len(pins) and not 0 <= pins[0] <= pins[-1] < usable):

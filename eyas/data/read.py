@@ -21,8 +21,8 @@ class Row:
 
 
 def read_rows(sources: list[str]) -> Iterator[Row]:
-    """Every row of JSONL, JSON and Parquet files (globs allowed) and hub datasets, in order. Raises UsageError for a
-    missing file or an unknown kind, EyasError for a file that is broken as a whole."""
+    """Every row of JSONL, JSON and Parquet files (globs allowed) and hub datasets, in order. Raises UsageError for
+    a missing file or an unknown kind, EyasError for a file that is broken as a whole."""
     readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
     for name, path in source_files(sources).items():
         if path is not None and path.suffix not in readers:

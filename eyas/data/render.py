@@ -33,8 +33,9 @@ class Rendered:
 
 
 def assemble(turns: list[tuple[list[int], list[int]]]) -> list[Rendered]:
-    """Join the (prompt ids, answer ids) of a conversation's turns. A prompt that goes on from the sample so far
-    extends it; any other starts a new sample, in which earlier answers are history and not supervised."""
+    """Join the (prompt ids, answer ids) of a conversation's turns: one sample, or one for each turn where the
+    template rewrites history. A prompt that does not go on from the sample so far starts a new one, in which
+    earlier answers are not supervised."""
     samples: list[Rendered] = []
     for prompt, answer in turns:
         before = Rendered([], [])

@@ -1,8 +1,7 @@
 """Reference engine: greedy decoding of one prompt, plain and with a draft, by the same target passes and KV cache.
 
-A drafted token becomes output only if it is the target's own arg-max after everything before it. So only
-rounding can part the two outputs (a pass over n + 1 tokens adds up in another order than a pass over one):
-see `compare`.
+A drafted token becomes output only if it is the target's own arg-max after everything before it. So only rounding
+can part the two outputs (a pass over n + 1 tokens adds up in another order than a pass over one): see `compare`.
 """
 
 import time
@@ -18,9 +17,8 @@ from eyas.errors import EyasError
 from eyas.target.backend import Target
 from eyas.target.generate import KVLayer
 
-# float32 rounds in every addition of a sum over thousands of products; half types add up in float32 and round once
-# a layer. SmolLM2-135M, passes over one against four tokens: the gap of the two leading logits moved by up to 1/7
-# (float32) and 1/2 (bfloat16) of the tolerance.
+# float32 rounds in every addition of a sum over thousands of products, half types once a layer. SmolLM2-135M, passes
+# over one against four tokens: the gap of the leading logits moved by up to 1/7 and 1/2 (bfloat16) of the tolerance.
 TIE_FACTOR = {torch.float32: 64.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 
 
@@ -38,8 +36,7 @@ class _Sequence:
 
     def __init__(self, target: Target, room: int):
         self.target, self.layers = target, [KVLayer(room) for _ in range(target.spec.num_layers)]
-        layers: list[Any] = [*self.layers]
-        self.arguments: dict[str, Any] = {target.cache_argument: Cache(layers=layers), "use_cache": True}
+        self.arguments: dict[str, Any] = {target.cache_argument: Cache(layers=[*self.layers]), "use_cache": True}
 
     def step(self, tokens: Tensor, keep: int) -> Tensor:
         """Append tokens [T]; logits [keep, V] of the last `keep` of them."""
@@ -57,7 +54,7 @@ def longest(target: Target, draft: Eagle3DraftModel) -> int:
 
 @torch.inference_mode()
 def plain_decode(target: Target, prompt_ids: list[int], max_new_tokens: int) -> Decoded:
-    """Greedy decoding, one target pass a token. Stops at an eos id, `max_new_tokens` or the last position.
+    """Greedy decoding, one target pass a token, up to an eos id, `max_new_tokens` or the last position.
 
     Raises EyasError for a prompt that is empty or leaves no room for an answer.
     """
@@ -78,11 +75,10 @@ def speculative_decode(
 ) -> Decoded:
     """The same output by rounds: the draft proposes a chain of `draft_tokens`, one target pass verifies it.
 
-    Draft row t pairs the target's aux states of token t with token t+1. A round's first draft pass covers the
-    newly accepted positions with their true states; the chain goes on from the draft's own state, a row a
-    token, and its rows are dropped afterwards. A round that ends the answer is cut there. Stops and errors as
-    `plain_decode`, with the smaller of the two models' last positions, before which the chain is shortened to
-    fit.
+    Draft row t pairs the target's aux states of token t with token t+1. A round's first draft pass covers the newly
+    accepted positions with their true states; the chain goes on from the draft's own state, a row a token, and its
+    rows are dropped afterwards. A round that ends the answer is cut there. Stops and errors as `plain_decode`, with
+    the smaller of the two models' last positions, before which the chain is shortened to fit.
     """
     started = time.perf_counter()
     limit = longest(target, draft)
@@ -121,9 +117,8 @@ def speculative_decode(
 def compare(target: Target, prompt_ids: list[int], plain: list[int], speculative: list[int]) -> dict[str, Any]:
     """`verdict` of two answers: identical, tie or different; where they part, also position, gap and tolerance.
 
-    There the target reads the common prefix once more: a tie is a gap between its logits of the two tokens
-    that rounding can close (`TIE_FACTOR` * eps of the dtype * largest logit). One being the beginning of the
-    other is no tie.
+    There the target reads the common prefix once more: a tie is a gap between its logits of the two tokens that
+    rounding can close (`TIE_FACTOR` * eps of the dtype * largest logit). The beginning of the other is no tie.
     """
     if plain == speculative:
         return {"verdict": "identical"}
@@ -142,8 +137,6 @@ def compare(target: Target, prompt_ids: list[int], plain: list[int], speculative
 def _end(prompt_ids: list[int], max_new_tokens: int, limit: int) -> int:
     """Length at which the sequence must stop."""
     if not 0 < len(prompt_ids) < limit:
-        raise EyasError(
-            f"the prompt has {len(prompt_ids)} tokens; the models read 1 to {limit - 1} before an answer",
-            "shorten it: the smaller max_position_embeddings of target and draft is the limit",
-        )
+        found = f"the prompt has {len(prompt_ids)} tokens"
+        raise EyasError(f"{found}; the models read 1 to {limit - 1} before an answer", "shorten it")
     return min(len(prompt_ids) + max_new_tokens, limit)

@@ -1,14 +1,11 @@
 """The evaluate stage: every prompt decoded plainly and with the draft; acceptance, identity and speed.
 
-`outputs.jsonl`, a line a prompt: {set, id, category, prompt, prompt_ids, token_ids, pieces (each token's
-text), rounds (accepted draft tokens of each), identical, verdict, ...}. The first token comes from the
-prompt's own pass; each round gives its accepted tokens and one of the target's own, unless the answer ended
-before. A killed run goes on after its last line. Seconds differ between runs and are kept apart: line i of
-`logs/seconds.jsonl` belongs to output i.
+`outputs.jsonl`, a line a prompt: {set, id, category, prompt, prompt_ids, token_ids, pieces (each token's text),
+rounds (accepted draft tokens of each), verdict, ...}. Each prompt goes to `logs/decoded.jsonl` as it is done, with
+its seconds, which differ between runs; a killed run goes on after that file's last line.
 """
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,78 +39,72 @@ def run(ctx: Context) -> dict[str, Any]:
     more, bad = file_prompts(config, target.tokenizer)
     limit = longest(target, draft)
     fit = [p for p in prompts + more if len(p.prompt_ids) < limit]
-    rows, seconds = decode_all(target, draft, fit, config.max_new_tokens, config.draft_tokens, ctx.out)
-    result = summarise(rows, seconds, config.draft_tokens)
+    rows = decode_all(target, draft, fit, config.max_new_tokens, config.draft_tokens, ctx.out)
+    result = summarise(rows, config.draft_tokens)
 
     result["training"] = trained = json.loads((ctx.input("train") / "result.json").read_text())["counts"]
-    result["counts"] |= {"refused": len(prompts + more) - len(fit), "bad_rows": len(bad)}
-    if refused := result["counts"]["refused"]:
-        result["warnings"].append(f"{refused} prompts fill all {limit} positions and were not decoded")
+    refused, warnings = len(prompts + more) - len(fit), result["warnings"]
+    result["counts"] |= {"refused": refused, "bad_rows": len(bad)}
+    if refused:
+        warnings.append(f"{refused} prompts fill all {limit} positions and were not decoded")
     if bad:
-        result["warnings"].append(f"{len(bad)} rows of the prompt files were set aside, the first: {bad[0]}")
+        warnings.append(f"{len(bad)} rows of the prompt files were set aside, the first: {bad[0]}")
     if trained["samples"] < MIN_TRAINING:
-        result["warnings"].append(f"trained on {trained['samples']} samples: a smoke test, no measure of quality")
-    for text in result["warnings"]:
+        warnings.append(f"trained on {trained['samples']} samples: a smoke test, no measure of quality")
+    for text in warnings:
         warn(text)
     return result
 
 
 def decode_all(
     target: Target, draft: Eagle3DraftModel, prompts: list[Prompt], new_tokens: int, draft_tokens: int, out: Path
-) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Decode what `outputs.jsonl` does not hold yet. Returns its rows and their seconds {plain, speculative}."""
-    paths = (out / "outputs.jsonl", out / "logs" / "seconds.jsonl")
-    rows, seconds = (_whole_lines(p) for p in paths)
-    done = min(len(rows), len(seconds))
-    del rows[done:], seconds[done:]
-    for path, kept in zip(paths, (rows, seconds), strict=True):
-        write_text(path, "".join(map(_line, kept)))
-    limit = longest(target, draft)
-    outputs, times = paths
-    with open(outputs, "a") as f, open(times, "a") as g, bar("evaluate", len(prompts), "prompts") as progress:
-        progress.update(done)
-        for number, prompt in enumerate(prompts[done:]):
-            ids, room = prompt.prompt_ids, min(new_tokens, limit - len(prompt.prompt_ids))
-            if number == 0:  # warm up: the first calls allocate and choose kernels
+) -> list[dict[str, Any]]:
+    """The rows of `outputs.jsonl`, each with its `seconds` {plain, speculative}; decodes what no run has yet."""
+    journal = out / "logs" / "decoded.jsonl"
+    # What a killed process left of its last line goes.
+    done = journal.read_text().split("\n")[:-1] if journal.is_file() else []
+    write_text(journal, "".join(line + "\n" for line in done))
+    rows = [json.loads(line) for line in done]
+    with open(journal, "a", buffering=1) as f, bar("evaluate", len(prompts), "prompts") as progress:
+        progress.update(len(done))
+        for prompt in prompts[len(done) :]:
+            ids, room = prompt.prompt_ids, min(new_tokens, longest(target, draft) - len(prompt.prompt_ids))
+            if len(rows) == len(done):  # warm up: the first calls allocate and choose kernels
                 plain_decode(target, ids, min(room, 4))
                 speculative_decode(target, draft, ids, min(room, 4), draft_tokens)
             plain = plain_decode(target, ids, room)
             drafted = speculative_decode(target, draft, ids, room, draft_tokens)
-            verdict = compare(target, ids, plain.token_ids, drafted.token_ids)
             answer = {
                 "prompt": target.tokenizer.decode(ids),
                 "token_ids": drafted.token_ids,
                 "pieces": pieces(target.tokenizer, drafted.token_ids),
                 "rounds": drafted.rounds,
                 "plain_tokens": len(plain.token_ids),
-                "identical": verdict["verdict"] == "identical",
+                **compare(target, ids, plain.token_ids, drafted.token_ids),
+                "seconds": {"plain": plain.seconds, "speculative": drafted.seconds},
             }
-            rows.append(asdict(prompt) | answer | verdict)
-            seconds.append({"plain": plain.seconds, "speculative": drafted.seconds})
-            for file, value in ((g, seconds[-1]), (f, rows[-1])):  # a row that is there has its seconds
-                file.write(_line(value))
-                file.flush()
-                os.fsync(file.fileno())
+            rows.append(asdict(prompt) | answer)
+            f.write(_line(rows[-1]))
             progress.update(1, f"{len(drafted.token_ids) / drafted.seconds:.1f} tok/s")
-    return rows, seconds
+    outputs = ({k: v for k, v in row.items() if k != "seconds"} for row in rows)
+    write_text(out / "outputs.jsonl", "".join(map(_line, outputs)))
+    return rows
 
 
-def summarise(rows: list[dict[str, Any]], seconds: list[dict[str, float]], draft_tokens: int) -> dict[str, Any]:
+def summarise(rows: list[dict[str, Any]], draft_tokens: int) -> dict[str, Any]:
     """The stage's result: figures of each set and category; those that cannot be had are None, with the reason."""
 
     def figures(**match: Any) -> dict[str, Any]:
-        pairs = zip(rows, seconds, strict=True)
-        own = [(r, s) for r, s in pairs if all(r[k] == v for k, v in match.items())]
-        found = acceptance([(len(r["token_ids"]), r["rounds"]) for r, _ in own], draft_tokens)
-        verdicts = [r["verdict"] for r, _ in own]
-        found |= {"prompts": len(own), "identical": verdicts.count("identical")}
-        found |= {"ties": verdicts.count("tie"), "different": verdicts.count("different")}
-        speeds = dict.fromkeys(("baseline_tok_s", "speculative_tok_s", "speedup"))
+        own = [r for r in rows if all(r[k] == v for k, v in match.items())]
+        found = acceptance([(len(r["token_ids"]), r["rounds"]) for r in own], draft_tokens) | {"prompts": len(own)}
+        verdicts = {"identical": "identical", "ties": "tie", "different": "different"}
+        found |= {name: sum(r["verdict"] == verdict for r in own) for name, verdict in verdicts.items()}
         if not own:
+            speeds = dict.fromkeys(("baseline_tok_s", "speculative_tok_s", "speedup"))
             found["not_available"] |= dict.fromkeys(speeds, "no prompt was decoded")
             return found | speeds
-        plain = sum(r["plain_tokens"] for r, _ in own) / sum(s["plain"] for _, s in own)
-        drafted = found["tokens"] / sum(s["speculative"] for _, s in own)
+        plain = sum(r["plain_tokens"] for r in own) / sum(r["seconds"]["plain"] for r in own)
+        drafted = found["tokens"] / sum(r["seconds"]["speculative"] for r in own)
         return found | {"baseline_tok_s": plain, "speculative_tok_s": drafted, "speedup": drafted / plain}
 
     sets = {}
@@ -155,9 +146,3 @@ def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
 
 def _line(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines of a JSONL file; what a killed process left of its last one is passed over."""
-    text = path.read_text() if path.is_file() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]

@@ -60,8 +60,7 @@ def _prompt(row: Row, name: str, template: Template) -> Prompt:
         value = {"id": value.get("question_id"), "category": value.get("category")}
         value["messages"] = [{"role": "user", "content": turns[0]}]
     conversation = parse(value)
-    text = template.first_prompt(conversation)
-    if not text:
+    if not (text := template.first_prompt(conversation)):
         raise BadRow("no user turn")
     return Prompt(name, conversation.id, conversation.category, list(template.ids([text])[0]))
 

@@ -1,13 +1,11 @@
 """What acceptance means here: every figure with its definition and its denominator.
 
-A round drafts a chain of n tokens and has the target verify them in one forward pass. It emits the drafted
-tokens that were right (`accepted`), and one token of the target's own, the bonus token. Two things fall
-outside: the first token of an answer comes from the prompt's own pass and belongs to no round; and where an
-accepted token ends the answer, the round is *cut*: it has no bonus token, and the positions after the cut
-were never tried.
+A round drafts a chain of n tokens and has the target verify them in one forward pass. It emits the drafted tokens
+that were right (`accepted`), and one token of the target's own, the bonus token. Two things fall outside: the first
+token of an answer comes from the prompt's own pass and belongs to no round; and where an accepted token ends the
+answer, the round is *cut*: it has no bonus token, and the positions after the cut were never tried.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -31,26 +29,25 @@ DEFINITIONS = {
 }
 
 
-def hit_rates(hits: np.ndarray, tried: np.ndarray | None = None) -> tuple[list[float], list[float | None]]:
-    """(unconditional, conditional) hit rates by draft position.
+def hit_rates(hits: np.ndarray, tried: np.ndarray | bool = True) -> tuple[list[float], list[float | None]]:
+    """(unconditional, conditional) hit rates by draft position; hits, tried: [rounds, n] bool.
 
-    hits, tried: [rounds, n] bool. Unconditional: share of all rounds that hit position k. Conditional: the
-    same among rounds that hit every position before k (and tried k); None where there is no such round.
+    Unconditional: share of all rounds that hit position k. Conditional: the same among rounds that hit every
+    position before k (and tried k); None where there is no such round.
     """
     before = np.cumprod(np.concatenate([np.ones((len(hits), 1), bool), hits[:, :-1]], axis=1), axis=1) > 0
-    at_risk = before if tried is None else before & tried
-    conditional = [float(h[r].mean()) if r.any() else None for h, r in zip(hits.T, at_risk.T, strict=True)]
+    conditional = [
+        float(h[r].mean()) if r.any() else None for h, r in zip(hits.T, (before & tried).T, strict=True)
+    ]
     return [float(h) for h in hits.mean(axis=0)], conditional
 
 
-def acceptance(answers: Iterable[tuple[int, list[int]]], draft_tokens: int) -> dict[str, Any]:
+def acceptance(answers: list[tuple[int, list[int]]], draft_tokens: int) -> dict[str, Any]:
     """Acceptance over answers, each given as (new tokens, accepted tokens of each round).
 
-    Returns tau, the rates of `DEFINITIONS`, `rounds`, `tokens` (first tokens included) and `not_available`,
-    the reason of every null. Raises RuntimeError when the rounds do not add up to the tokens: a fault of the
-    engine.
+    Returns tau, the rates of `DEFINITIONS`, `rounds`, `tokens` (first tokens included) and `not_available`, the
+    reason of every null. Raises RuntimeError when the rounds do not add up to the tokens: a fault of the engine.
     """
-    answers = list(answers)
     accepted: list[int] = []
     cut: list[bool] = []
     for tokens, rounds in answers:
@@ -58,7 +55,7 @@ def acceptance(answers: Iterable[tuple[int, list[int]]], draft_tokens: int) -> d
         if any(not 0 <= a <= draft_tokens for a in rounds) or missing not in (0, 1) or missing > sum(rounds[-1:]):
             raise RuntimeError(f"{tokens} tokens do not come from rounds of {draft_tokens} accepting {rounds}")
         accepted += rounds
-        cut += [False] * (len(rounds) - 1) + [missing == 1] * min(len(rounds), 1)
+        cut += [i == len(rounds) and missing == 1 for i in range(1, len(rounds) + 1)]
     result: dict[str, Any] = {"rounds": len(accepted), "tokens": sum(t for t, _ in answers)}
     if not accepted:
         reason = (

@@ -47,7 +47,10 @@ def run(ctx: Context) -> dict[str, Any]:
         served = f"{config.run_dir}/export/{layout}"
         write_text(folder / "README.md", model_card(layout, draft.config, spec, served, draft_tokens, origin))
         verified[layout] = checked = check(folder, spec, draft, features)
-        said = {level: [f["message"] for f in checked["findings"] if f["level"] == level] for level in ("error", "warning")}
+        said = {
+            level: [f["message"] for f in checked["findings"] if f["level"] == level]
+            for level in ("error", "warning")
+        }
         if not checked["ok"]:
             raise EyasError(f"the {layout} export does not prove itself: {'; '.join(said['error'])}")
         apart = checked["proof"]["largest_difference"]

@@ -44,7 +44,9 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     if architectures == ["LlamaForCausalLM"] and "draft_vocab_size" in config:
         return config, "raw"
     known = "speculators_config, LlamaForCausalLMEagle3, or LlamaForCausalLM with draft_vocab_size"
-    raise ValueError(f"{path} is of no EAGLE-3 layout known here (architectures {architectures}): expected {known}")
+    raise ValueError(
+        f"{path} is of no EAGLE-3 layout known here (architectures {architectures}): expected {known}"
+    )
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -76,7 +78,9 @@ def read_shape(
     for fault in _faults(config, layer, layout):
         found.add("error", "config", fault)
     if layout == "raw":
-        found.add("warning", "config", "SGLang wants architectures LlamaForCausalLMEagle3; only vLLM takes this one")
+        found.add(
+            "warning", "config", "SGLang wants architectures LlamaForCausalLMEagle3; only vLLM takes this one"
+        )
     rope = _rope(layer, found)
     if missing := [key for key in SIZES if layer.get(key) is None]:
         found.add("error", "config", f"{where} lacks {', '.join(missing)}", "write every value out")
@@ -118,7 +122,8 @@ def _faults(config: dict[str, Any], layer: dict[str, Any], layout: str) -> list[
         unused = (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False
         faults |= {
             "draft_vocab_size is missing: SGLang stops there": "draft_vocab_size" not in config,
-            "target_hidden_size is null: engines test whether it is there": config.get("target_hidden_size", 1) is None,
+            "target_hidden_size is null: engines test whether it is there": config.get("target_hidden_size", 1)
+            is None,
             "eagle_config.use_aux_hidden_state is false: fc would not be used": unused,
             "norm_before_residual is true: SGLang serves it as false": config.get("norm_before_residual"),
         }
@@ -134,7 +139,9 @@ def _aux(config: dict[str, Any], layer: dict[str, Any], spec: TargetSpec | None,
     if top and captured and top != captured:
         hint = "top level: boundaries; eagle_config: the blocks whose output they are, one less"
         found.add("error", "aux_layers", f"vLLM would capture boundaries {top}, SGLang {captured}", hint)
-    aux = top or captured or ([2, spec.num_layers // 2, spec.num_layers - 3] if spec else list(range(1, inputs + 1)))
+    aux = (
+        top or captured or ([2, spec.num_layers // 2, spec.num_layers - 3] if spec else list(range(1, inputs + 1)))
+    )
     if len(aux) == inputs:
         return aux
     hint = "write num_aux_hidden_states beside the sizes"

@@ -80,10 +80,9 @@ class Features:
         """Check shapes, dtypes and values. Raises BadFeatures naming sample, tensor, layer and token."""
         at = f"{where}sample {self.id}"
         for name, shape in meta.shapes(self.token_ids.numel(), int(self.loss_mask.sum())).items():
-            found = (list(getattr(self, name).shape), getattr(self, name).dtype)
-            if found != (shape, DTYPES[name]):
-                axes = ", ".join(AXES[name])
-                raise BadFeatures(f"{at}: {name} is {found}, expected {(shape, DTYPES[name])} (axes {axes})")
+            found, wanted = (list(getattr(self, name).shape), getattr(self, name).dtype), (shape, DTYPES[name])
+            if found != wanted:
+                raise BadFeatures(f"{at}: {name} is {found}, expected {wanted} (axes {', '.join(AXES[name])})")
         hint = "float16 overflows in many targets: try target.dtype bfloat16 or float32"
         for column, layer in enumerate(meta.aux_layers):  # lowest first: there a fault begins
             if fault := _bad_row(self.aux_hidden_states[:, column]):

@@ -39,16 +39,15 @@ def run(ctx: Context) -> dict[str, Any]:
         engine=f"transformers {version('transformers')}",
         engine_dtype=str(target.model.dtype).removeprefix("torch."),
     )
-    stores, ran, started = {}, 0, time.perf_counter()
+    counts: dict[str, int] = {}
+    shards, skipped, ran, started = [], [], 0, time.perf_counter()
     for split in ("train", "heldout"):
         chosen = [s for s in samples if s.split == split]
-        stores[split], tokens = extract(target, chosen, ctx.out / "features" / split, meta, config.extract)
-        ran += tokens
+        store, tokens = extract(target, chosen, ctx.out / "features" / split, meta, config.extract)
+        counts[split], ran = len(store), ran + tokens
+        shards, skipped = shards + store.shards, skipped + store.skipped
     rate = ran / (time.perf_counter() - started)
-    shards = [shard for store in stores.values() for shard in store.shards]
-    skipped = [entry for store in stores.values() for entry in store.skipped]
-    counts = {k: sum(s[k] for s in shards) for k in ("samples", "tokens", "supervised", "bytes")}
-    counts |= {split: len(store) for split, store in stores.items()}
+    counts |= {k: sum(s[k] for s in shards) for k in ("samples", "tokens", "supervised", "bytes")}
     counts |= {"shards": len(shards), "skipped": len(skipped)}
     say(f"{counts['samples']} samples, {counts['bytes'] / 1e6:,.0f} MB; {rate:,.0f} tokens/s on {target.device}")
     about = ("layer_convention", "last_hidden_state", "dtype", "engine", "engine_dtype")
@@ -66,8 +65,8 @@ def extract(
     """
     known = target.spec.vocab_size
     for sample in samples:
-        if (highest := sample.token_ids.max()) >= known:
-            found = f"{sample.token_ids.min()}…{highest}"
+        if sample.token_ids.max() >= known:
+            found = f"{sample.token_ids.min()}…{sample.token_ids.max()}"
             raise EyasError(f"sample {sample.id} has token ids {found}, {meta.target} has {known}")
     writer = StoreWriter(folder, meta, config.shard_mb * 1_000_000)
     done = {*writer.ids, *(s["id"] for s in writer.skipped)}
@@ -99,10 +98,8 @@ def extract(
 
 
 def plan_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
-    """Indices of each forward pass: windows sorted longest first, cut where rows × longest exceeds the budget.
-
-    Longest first, so that a batch that does not fit the memory fails early.
-    """
+    """Indices of each forward pass: windows sorted longest first, so that what does not fit the memory fails early,
+    cut where rows × longest exceeds the budget."""
     batches: list[list[int]] = []
     for start in range(0, len(lengths), WINDOW):
         window = range(start, min(start + WINDOW, len(lengths)))

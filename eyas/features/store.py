@@ -23,8 +23,8 @@ _ST_NAMES = {torch.int32: "I32", torch.bool: "BOOL", torch.bfloat16: "BF16"}
 
 
 class StoreWriter:
-    """Write samples in order; a shard is in memory twice while it is written. `store.json` is written after each and
-    says `complete` only at the end. A new writer on a folder of a killed one goes on after the last finished shard:
+    """Write samples in order; a shard is in memory twice while it is written. `store.json` is written after each
+    and says `complete` only at the end. A writer on a killed one's folder goes on after the last finished shard:
     `ids` and `skipped` are the samples dealt with already."""
 
     def __init__(self, folder: str | Path, meta: FeatureMeta, shard_bytes: int):
@@ -153,8 +153,8 @@ class Store:
             raise EyasError(f"{path} is not a whole safetensors file: {e}", AGAIN) from e
         want = {n: (s, _ST_NAMES[DTYPES[n]]) for n, s in self.meta.shapes(tokens, supervised).items()}
         want |= dict.fromkeys(("offsets", "last_offsets"), ([shard["samples"] + 1], "I64"))
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        found = {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
+        parts = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
+        found = {name: (part.get_shape(), part.get_dtype()) for name, part in parts}
         if difference := _difference(found, want):
             raise EyasError(f"{path}: {difference} (axes {AXES})")
         offsets, last_offsets = (file.get_tensor(n).numpy() for n in ("offsets", "last_offsets"))

@@ -62,10 +62,7 @@ class Target:
             raise EyasError(f"{spec.path}: transformers cannot load the target: {e}", hint) from e
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
-            names = ", ".join(missing[:6])
-            raise EyasError(
-                f"{spec.path}: {len(missing)} weights are not in the shards: {names}", "fetch it again"
-            )
+            raise EyasError(f"{spec.path}: {len(missing)} weights are not in the shards: {', '.join(missing[:6])}")
         return cls(model.to(device), spec, trust_remote_code)
 
     @cached_property
@@ -111,12 +108,9 @@ class Target:
 
         def keep(index: int, value: Any) -> None:
             state = value[0] if isinstance(value, tuple) else value
-            found = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
             if not isinstance(state, Tensor) or state.dim() != 3 or state.shape[-1] != self.spec.hidden_size:
-                raise EyasError(
-                    f"{self.spec.name}: boundary {index} is {found}, expected [B, T, {self.spec.hidden_size}]",
-                    f"blocks of {self.spec.model_type} do not hand one hidden state on; it cannot be a target",
-                )
+                why = f"blocks of {self.spec.model_type} do not hand one hidden state on"
+                raise EyasError(f"{self.spec.name} cannot be a target: {why} (boundary {index})")
             states[index] = state
 
         def enter(index: int, _: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -151,9 +145,6 @@ def _decoder(model: nn.Module, spec: TargetSpec) -> tuple[nn.Module, nn.ModuleLi
             found.append((parent, blocks))
     if len(found) != 1:
         seen = ", ".join(f"{name} ({len(blocks)})" for name, blocks in list(lists.items())[:6]) or "none"
-        raise EyasError(
-            f"{spec.name}: expected one decoder with an embedding of {spec.vocab_size} rows and a list of "
-            f"{spec.num_layers} blocks, found {len(found)}; module lists: {seen}",
-            f"{type(model).__name__} is built in a way eyas does not know",
-        )
+        wanted = f"one decoder with an embedding of {spec.vocab_size} rows and a list of {spec.num_layers} blocks"
+        raise EyasError(f"{spec.name}: expected {wanted}, found {len(found)}; module lists: {seen}")
     return found[0]

@@ -22,9 +22,9 @@ class KVLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """key_states, value_states [B, heads, t, d] -> everything so far [B, heads, length, d]."""
         if not self.is_initialized:
-            batch, heads, _, _ = key_states.shape
-            self.keys = key_states.new_empty(batch, heads, self.room, key_states.shape[-1])
-            self.values = value_states.new_empty(batch, heads, self.room, value_states.shape[-1])
+            self.keys, self.values = (
+                x.new_empty(*x.shape[:2], self.room, x.shape[-1]) for x in (key_states, value_states)
+            )
             self.device, self.is_initialized = key_states.device, True
         assert self.keys is not None and self.values is not None
         end = self.length + key_states.shape[-2]
@@ -38,7 +38,6 @@ class KVLayer(DynamicLayer):
 
     def keep(self, rows: Tensor) -> None:
         """Move the rows that go on to the front, in place, and forget the others."""
-        assert self.keys is not None and self.values is not None
         for name in ("keys", "values"):
             states = getattr(self, name)
             states[: len(rows), :, : self.length] = states[rows, :, : self.length]
@@ -61,8 +60,6 @@ def generate(
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < window:
             raise EyasError(f"prompt {i} has {len(prompt)} tokens; expected 1 to {window - 1}")
-    if not prompts:
-        return []
     limits = [min(max_new_tokens, window - len(p)) for p in prompts]
     generators = [_generator(seed, p) for p in prompts] if temperature > 0 else []
     eos = set(target.spec.eos_token_ids)
@@ -88,10 +85,9 @@ def generate(
             logits_to_keep=1,
             **{target.cache_argument: cache},
         ).logits[:, -1]  # [B, V]
+        chosen = logits.argmax(-1)  # [B]
         if temperature > 0:
-            chosen = _sample(logits, temperature, top_p, [generators[r] for r in rows])  # [B]
-        else:
-            chosen = logits.argmax(-1)
+            chosen = _sample(logits, temperature, top_p, [generators[r] for r in rows])
         for row, token in zip(rows, chosen.tolist(), strict=True):
             if row not in finished:
                 answers[row].append(token)

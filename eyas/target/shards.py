@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eyas.errors import EyasError
 
+AGAIN = "a Git LFS pointer or a broken download? Fetch the model again"
 TAIL = 1 << 16  # bytes at a shard's end that go into its mark: other weights of the same shapes differ there
 
 
@@ -34,8 +35,7 @@ class Shards:
         else:
             names = {p.name for p in folder.glob("*.safetensors")}
         if not names:
-            hint = "convert the weights with `AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)`"
-            raise EyasError(f"{folder} has no *.safetensors file", hint)
+            raise EyasError(f"{folder} has no *.safetensors file", "convert the weights with `save_pretrained`")
         files = [folder / name for name in sorted(names)]
         return cls(folder, files, {name: (file, entry) for file in files for name, entry in _header(file).items()})
 
@@ -69,7 +69,7 @@ class Shards:
 
 def _header(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise EyasError(f"{path} is named in the index but is not there", "fetch the model again")
+        raise EyasError(f"{path} is named in the index but is not there", AGAIN)
     size = path.stat().st_size
     with open(path, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
@@ -79,8 +79,7 @@ def _header(path: Path) -> dict[str, Any]:
         header.pop("__metadata__", None)
         expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        hint = "a Git LFS pointer or a broken download? Fetch the model again"
-        raise EyasError(f"{path} ({size} bytes) has no readable safetensors header", hint) from e
+        raise EyasError(f"{path} ({size} bytes) has no readable safetensors header", AGAIN) from e
     if size != expected:
-        raise EyasError(f"{path} has {size} bytes, its header says {expected}", "fetch the model again")
+        raise EyasError(f"{path} has {size} bytes, its header says {expected}", AGAIN)
     return header

@@ -50,6 +50,7 @@ class TargetSpec:
         """Read a folder or a hub id (fetched into the hub cache). Raises EyasError naming what is missing."""
         path = _folder(str(model), revision)
         config, shards = _Decoder(path / "config.json"), Shards.open(path)
+        config.check_computation()
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         latent = config.get("kv_lora_rank") is not None
         tied = config.get("tie_word_embeddings")
@@ -66,7 +67,7 @@ class TargetSpec:
             num_key_value_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("v_head_dim" if latent else "head_dim") or hidden // heads,
             vocab_size=config.integer("vocab_size"),
-            rms_norm_eps=config.eps(),
+            rms_norm_eps=float(config.need("rms_norm_eps")),
             rope_parameters=config.rope(),
             max_position_embeddings=config.integer("max_position_embeddings"),
             # Families differ in the default, so the checkpoint decides what the config does not say.
@@ -87,10 +88,11 @@ def check_aux_layers(ids: list[int], num_layers: int) -> list[int]:
     """Return `ids` if they are distinct, ascending boundaries in 0..L; raise UsageError otherwise."""
     if ids and ids[0] >= 0 and ids[-1] <= num_layers and all(a < b for a, b in pairwise(ids)):
         return ids
+    fit = f"distinct, ascending boundary ids in 0..{num_layers} (i = the state entering block i)"
+    example = sorted({1, num_layers // 2, num_layers - 1} - {0})
     raise UsageError(
-        f"aux layers {ids} do not fit a target of {num_layers} layers: expected distinct, ascending boundary ids "
-        f"in 0..{num_layers} (i = the state entering block i)",
-        f"set extract.aux_layers, for example to {sorted({1, num_layers // 2, num_layers - 1} - {0})}",
+        f"aux layers {ids} do not fit a target of {num_layers} layers: expected {fit}",
+        f"set extract.aux_layers, for example to {example}",
     )
 
 
@@ -116,12 +118,9 @@ class _Decoder:
         return self.top.get(key) if value is None else value
 
     def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise EyasError(
-                f"{self.file}: `{key}` is missing under {self.where} (model_type {self.model_type})",
-                "the config is incomplete, or not that of a decoder eyas knows; complete it from the model's card",
-            )
+        if (value := self.get(key)) is None:
+            where = f"is missing under {self.where} (model_type {self.model_type})"
+            raise EyasError(f"{self.file}: `{key}` {where}", "complete the config from the model's card")
         return value
 
     def integer(self, key: str) -> int:
@@ -132,20 +131,24 @@ class _Decoder:
             )
         return value
 
-    def eps(self) -> float:
+    def check_computation(self) -> None:
+        """Refuse targets whose logits are not softmax(lm_head(RMSNorm(x)))."""
         if self.get("rms_norm_eps") is None and (self.get("layer_norm_eps") or self.get("layer_norm_epsilon")):
             raise EyasError(f"{self.file}: {self.model_type} uses LayerNorm; only RMSNorm targets are supported")
-        return float(self.need("rms_norm_eps"))
+        for key in ("logits_scaling", "logit_scale"):
+            if self.get(key) not in (None, 1):
+                raise EyasError(f"{self.file}: the target scales its logits ({key}), which is not supported")
+        if cap := self.get("final_logit_softcapping"):
+            _say_once(f"{self.file}: caps its logits at {cap}: the draft learns the uncapped ones (same arg-max)")
 
     def rope(self) -> dict[str, Any]:
         """`rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4), as one flat map."""
         found = self.get("rope_parameters") or self.get("rope_scaling") or {}
-        layer_types = [k for k, v in found.items() if isinstance(v, dict)]
-        if layer_types and "full_attention" not in layer_types:
-            raise EyasError(
-                f"{self.file}: rotary settings for {layer_types}, but none for full_attention to follow"
-            )
-        if layer_types:
+        if layer_types := [k for k, v in found.items() if isinstance(v, dict)]:
+            if "full_attention" not in layer_types:
+                raise EyasError(
+                    f"{self.file}: rotary settings for {layer_types}, none for full_attention to follow"
+                )
             _say_once(f"{self.file}: rotary settings for {layer_types}: the draft takes those of full_attention")
             found = found["full_attention"]
         rest = {k: v for k, v in found.items() if k not in ("type", "rope_type", "rope_theta") and v is not None}
@@ -174,9 +177,8 @@ def _folder(model: str, revision: str | None) -> Path:
     if model and path.is_dir():
         return path
     if not model or path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise UsageError(
-            f"target {model!r} is not a folder", "set target.model to a model folder or a hub id `org/name`"
-        )
+        hint = "set target.model to a model folder or a hub id `org/name`"
+        raise UsageError(f"target {model!r} is not a folder", hint)
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
@@ -191,14 +193,11 @@ def _folder(model: str, revision: str | None) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise EyasError(
-            f"{path} is not there", "a target folder holds config.json, tokenizer files and *.safetensors"
-        )
     try:
         return json.loads(path.read_text())
-    except json.JSONDecodeError as e:
-        raise EyasError(f"{path} is not valid JSON: {e}", "fetch the model again") from e
+    except (OSError, ValueError) as e:
+        hint = "a target folder holds config.json, tokenizer files and *.safetensors; fetch the model again"
+        raise EyasError(f"{path} cannot be read: {e}", hint) from e
 
 
 def _fingerprint(path: Path, shards: Shards) -> str:

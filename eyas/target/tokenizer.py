@@ -16,8 +16,6 @@ def load_tokenizer(spec: TargetSpec, trust_remote_code: bool = False) -> Any:
         hint = "set target.trust_remote_code if the tokenizer comes with code you have read"
         raise EyasError(f"{spec.path}: the tokenizer does not load ({type(e).__name__}: {e})", hint) from e
     if not tokenizer.chat_template:
-        raise EyasError(
-            f"{spec.path}: the tokenizer has no chat template",
-            "use an instruct model, or add a chat_template.jinja",
-        )
+        hint = "use an instruct model, or add a chat_template.jinja"
+        raise EyasError(f"{spec.path}: the tokenizer has no chat template", hint)
     return tokenizer

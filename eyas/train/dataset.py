@@ -45,10 +45,8 @@ def slice_and_pad_to_length(tensor: Tensor, length: int) -> Tensor:
 
 
 def shift_batch(batch: BatchType) -> BatchType:
-    """T tokens -> T-1 rows: states keep rows 0…T-2; tokens, last states, mask and positions rows 1…T-1.
-
-    Raises KeyError when one of these, or `lengths` [1], is missing.
-    """
+    """T tokens -> T-1 rows: states keep rows 0…T-2; tokens, last states, mask and positions rows 1…T-1. Raises
+    KeyError when one of these, or `lengths` [1], is missing."""
     after = ("input_ids", "verifier_last_hidden_states", "loss_mask", "position_ids")
     rows = {k: batch[k][1:] for k in after} | {"hidden_states": batch["hidden_states"][:-1]}
     return rows | {"lengths": (batch["lengths"] - 1).clamp(min=0)}
@@ -74,11 +72,9 @@ class Eagle3SampleFileDataset(Dataset[BatchType]):
     `hidden_states_dtype`, `input_ids` [T-1] int64, `loss_mask` [T-1], `position_ids` [T-1] (1…T-1), `lengths` [1].
     A store keeps the last states of supervised tokens only: other rows are zeros here, and no target.
 
-    Args:
-        max_len: rows of a packed batch. Samples stay whole here; `create_collate_fn(max_len)` cuts.
-        datapath, file_list: exactly one of them (ValueError otherwise).
-        transform: applied to the sample before the shift, such as `AddGaussianNoise()`.
-        standardize_fn: from a file's dict to the four tensors; not used for a store.
+    Either `datapath` or `file_list` is given (else ValueError). `transform`, such as `AddGaussianNoise()`, comes
+    before the shift; `standardize_fn` makes a file's dict the four tensors. Samples stay whole, whatever
+    `max_len`: `create_collate_fn(max_len)` cuts.
     """
 
     def __init__(
@@ -150,17 +146,13 @@ class Eagle3SampleFileDataset(Dataset[BatchType]):
 
 def create_collate_fn(max_len: int) -> Callable[[list[BatchType]], BatchType]:
     """A function that packs samples into one batch: each key [1, max_len, ...], zeros after the last sample.
-
-    `lengths` [n] are the rows each sample has in the batch: the one that crosses `max_len` is cut, later ones are
-    left out.
-    """
+    `lengths` [n] are the rows of each: the sample that crosses `max_len` is cut, later ones are left out."""
 
     def collate(samples: list[BatchType]) -> BatchType:
         ends = torch.cat([s["lengths"] for s in samples]).cumsum(0).clamp(max=max_len)
         lengths = ends.diff(prepend=ends.new_zeros(1))
-        batch = {}
-        for key in samples[0].keys() - {"lengths"}:
-            batch[key] = slice_and_pad_to_length(torch.cat([s[key] for s in samples]), max_len)[None]
+        joined = {k: torch.cat([s[k] for s in samples]) for k in samples[0].keys() - {"lengths"}}
+        batch = {k: slice_and_pad_to_length(rows, max_len)[None] for k, rows in joined.items()}
         return {**batch, "lengths": lengths[lengths > 0]}
 
     return collate

@@ -7,10 +7,8 @@ from torch import Tensor
 
 
 class TransformTensors:
-    """Apply `transform` to the named tensors of a sample. The dict given is left as it is; a new one is returned.
-
-    With `std` 0 nothing changes and no random number is drawn.
-    """
+    """Apply `transform` to the named tensors of a sample, given back as a new dict. With `std` 0 nothing changes
+    and no random number is drawn."""
 
     def __init__(self, std: float = 0.05, tensors: tuple[str, ...] = ("hidden_states",)):
         if std < 0:
