@@ -161,9 +161,9 @@ def run(argv: list[str]) -> int:
     except EyasError as e:
         code = 2 if isinstance(e, UsageError) else 1
         console.quiet = False
-        say(f"[bold red]error:[/] {_plain(e.message)}")
+        say(f"error: {e.message}", "bold red")
         if e.hint:
-            say(f"[bold]hint:[/] {_plain(e.hint)}")
+            say(f"hint: {e.hint}", "bold")
         result = {"ok": False, "error": e.message, "hint": e.hint}
     except KeyboardInterrupt:
         say("stopped; run the same command again to go on")
@@ -171,12 +171,6 @@ def run(argv: list[str]) -> int:
     if as_json:
         print(json.dumps(result, allow_nan=False))
     return code
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def _call(command: Any, rest: list[str]) -> tuple[dict[str, Any], int]:
@@ -287,24 +281,24 @@ def _config(command: Config) -> tuple[dict[str, Any], int]:
 def _print_findings(findings: list[dict[str, Any]], title: str) -> None:
     say(title)
     for f in findings:
-        colour = {"error": "red", "warning": "yellow", "info": "dim"}[f["level"]]
+        hint = f" ({f['hint']})" if f.get("hint") else ""
         say(
-            f"  [{colour}]{f['level']}[/] {_plain(f['message'])}"
-            + (f" [dim]({_plain(f['hint'])})[/]" if f.get("hint") else "")
+            f"  {f['level']} {f['message']}{hint}",
+            {"error": "red", "warning": "yellow", "info": "dim"}[f["level"]],
         )
 
 
 def _summary(result: dict[str, Any]) -> None:
     """The few lines people look for after a run."""
     for name, stage in result["stages"].items():
-        for text in stage.get("warnings", []):
-            warn(f"{name}: {_plain(text)}")
+        for text in stage.get("warnings", []) if stage["status"] == "fresh" else ():
+            warn(f"{name}: {text}")  # a stage that ran has said so itself
     evaluated = result["stages"].get("evaluate", {})
     for name, part in evaluated.get("sets", {}).items():
         if part.get("tau") is not None:
             same = f"{part['identical']}/{part['prompts']} outputs identical"
             speed = f"{part['speculative_tok_s']:.1f} tok/s against {part['baseline_tok_s']:.1f} ({part['speedup']:.2f}x)"
-            say(f"[bold]{name}[/]: tau {part['tau']:.2f} tokens per target pass, {same}, {speed}")
+            say(f"{name}: tau {part['tau']:.2f} tokens per target pass, {same}, {speed}")
     page = Path(result["run_dir"]) / "report" / "index.html"
     if page.is_file():
         say(f"report: {os.path.relpath(page)}")

@@ -221,12 +221,12 @@ def run(
             _recover(run_dir, stage.name)
             reason = "asked for" if stage.name in forced else why_stale(stage, config, run_dir)
             if reason is None:
-                say(f"[dim]{stage.name}: fresh[/]")
+                say(f"{stage.name}: fresh", "dim")
                 results[stage.name] = {"status": "fresh", **_result(run_dir / stage.name)}
                 continue
             if before and stage.name in before:
                 before[stage.name]()
-            say(f"[bold]{stage.name}[/] [dim]({reason})[/]")
+            say(f"{stage.name} ({reason})", "bold")
             results[stage.name] = {"status": "done", **_run_stage(stage, config, run_dir)}
     return {"run_dir": str(run_dir), "stages": results}
 

@@ -18,13 +18,13 @@ from rich.text import Text
 console = Console(stderr=True)
 
 
-def say(text: str) -> None:
-    """One line for a person to read."""
-    console.print(text, highlight=False, soft_wrap=True)
+def say(text: str, style: str = "") -> None:
+    """One line for a person to read; the text is shown as it is, whatever brackets the data brought."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def warn(text: str) -> None:
-    console.print(f"[yellow]warning:[/] {text}", highlight=False, soft_wrap=True)
+    say(f"warning: {text}", "yellow")
 
 
 class _Rate(ProgressColumn):

@@ -124,7 +124,7 @@ def run(ctx: Context) -> dict[str, Any]:
         ranked[noted["byte_ids"]] = np.maximum(counts[noted["byte_ids"]], np.sort(counts)[-min(512, V)])
         d2t, t2d = build_vocab_mapping(ranked, min(size, usable), pinned, usable)
         with atomic(ctx.out / "vocab.safetensors") as temporary:
-            save_file({"d2t": d2t, "t2d": t2d}, temporary, {"format": "eyas-vocab", "d2t": "offsets"})
+            save_file({"d2t": d2t, "t2d": t2d}, temporary, {"d2t": "offsets"})  # one key: their order is not fixed
     coverage = {k: round(float(n[t2d].sum() / n.sum()), 6) if n.any() else None for k, n in split.items()}
     n = {"target_vocab": V, "draft_vocab": len(d2t), "distinct": int((counts > 0).sum()), "pinned": len(pinned)}
     n["by_frequency"] = int((np.delete(counts * t2d, pinned) > 0).sum())

@@ -10,8 +10,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from rich.markup import escape
-
 from eyas.config import DataConfig
 from eyas.data.conversation import BadRow, Conversation, parse
 from eyas.data.read import Row, read_rows
@@ -144,8 +142,8 @@ class _Preparation:
             warnings.append(f"none of {n['conversations']} conversations fell to the held-out side")
         first = "".join(text for text, supervised in self.examples[0] if supervised)
         told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in n.items())
-        say(f"{told} ({share:.1%})\nsupervised in the first sample: {escape(repr(first[:200]))}")
+        say(f"{told} ({share:.1%})\nsupervised in the first sample: {first[:200]!r}")
         for text in warnings:
-            warn(escape(text))
+            warn(text)
         found = {"reasons": reasons, "warnings": warnings, "examples": self.examples}
         return {"counts": dict(n), "supervised_share": round(share, 4)} | found

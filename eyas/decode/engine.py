@@ -17,8 +17,8 @@ from eyas.errors import EyasError
 from eyas.target.backend import Target
 from eyas.target.generate import KVLayer
 
-# float32 rounds in every addition of a sum over thousands of products, half types once a layer. SmolLM2-135M, passes
-# over one against four tokens: the gap of the leading logits moved by up to 1/7 and 1/2 (bfloat16) of the tolerance.
+# float32 rounds in every addition of a sum over thousands of products, half types once a layer. SmolLM2-135M, one
+# token a pass against four: the gap of the leading logits moved by up to 1/7 (bfloat16: 1/2) of the tolerance.
 TIE_FACTOR = {torch.float32: 64.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 
 
@@ -32,7 +32,7 @@ class Decoded:
 
 
 class _Sequence:
-    """The target's KV cache of one sequence. Its buffers are made once; cropping sets a number."""
+    """The target's KV cache of one sequence; cropping sets a number."""
 
     def __init__(self, target: Target, room: int):
         self.target, self.layers = target, [KVLayer(room) for _ in range(target.spec.num_layers)]
@@ -75,10 +75,10 @@ def speculative_decode(
 ) -> Decoded:
     """The same output by rounds: the draft proposes a chain of `draft_tokens`, one target pass verifies it.
 
-    Draft row t pairs the target's aux states of token t with token t+1. A round's first draft pass covers the newly
-    accepted positions with their true states; the chain goes on from the draft's own state, a row a token, and its
-    rows are dropped afterwards. A round that ends the answer is cut there. Stops and errors as `plain_decode`, with
-    the smaller of the two models' last positions, before which the chain is shortened to fit.
+    Draft row t pairs the target's aux states of token t with token t+1. A round's first draft pass covers the new
+    positions with their true states; the chain goes on from the draft's own state, a row a token, and its rows are
+    dropped afterwards. A round that ends the answer is cut there. Stops and errors as `plain_decode`, with the
+    smaller of the two models' last positions, before which the chain is shortened to fit.
     """
     started = time.perf_counter()
     limit = longest(target, draft)

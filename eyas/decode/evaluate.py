@@ -6,10 +6,12 @@ its seconds, which differ between runs; a killed run goes on after that file's l
 """
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from eyas.config import EvaluateConfig
 from eyas.decode.engine import compare, longest, plain_decode, speculative_decode
 from eyas.decode.prompts import Prompt, file_prompts, heldout_prompts
 from eyas.decode.stats import DEFINITIONS, acceptance
@@ -39,11 +41,9 @@ def run(ctx: Context) -> dict[str, Any]:
     more, bad = file_prompts(config, target.tokenizer)
     limit = longest(target, draft)
     fit = [p for p in prompts + more if len(p.prompt_ids) < limit]
-    rows = decode_all(target, draft, fit, config.max_new_tokens, config.draft_tokens, ctx.out)
-    result = summarise(rows, config.draft_tokens)
-
+    result = summarise(decode_all(target, draft, fit, config, ctx.out), config.draft_tokens)
     result["training"] = trained = json.loads((ctx.input("train") / "result.json").read_text())["counts"]
-    refused, warnings = len(prompts + more) - len(fit), result["warnings"]
+    warnings, refused = result["warnings"], len(prompts + more) - len(fit)
     result["counts"] |= {"refused": refused, "bad_rows": len(bad)}
     if refused:
         warnings.append(f"{refused} prompts fill all {limit} positions and were not decoded")
@@ -57,23 +57,24 @@ def run(ctx: Context) -> dict[str, Any]:
 
 
 def decode_all(
-    target: Target, draft: Eagle3DraftModel, prompts: list[Prompt], new_tokens: int, draft_tokens: int, out: Path
+    target: Target, draft: Eagle3DraftModel, prompts: list[Prompt], config: EvaluateConfig, out: Path
 ) -> list[dict[str, Any]]:
     """The rows of `outputs.jsonl`, each with its `seconds` {plain, speculative}; decodes what no run has yet."""
     journal = out / "logs" / "decoded.jsonl"
-    # What a killed process left of its last line goes.
-    done = journal.read_text().split("\n")[:-1] if journal.is_file() else []
-    write_text(journal, "".join(line + "\n" for line in done))
-    rows = [json.loads(line) for line in done]
+    text = journal.read_text() if journal.is_file() else ""
+    write_text(journal, text[: text.rfind("\n") + 1])  # what a killed process left of its last line goes
+    rows = [json.loads(line) for line in text.split("\n")[:-1]]
+    done = len(rows)
     with open(journal, "a", buffering=1) as f, bar("evaluate", len(prompts), "prompts") as progress:
-        progress.update(len(done))
-        for prompt in prompts[len(done) :]:
-            ids, room = prompt.prompt_ids, min(new_tokens, longest(target, draft) - len(prompt.prompt_ids))
-            if len(rows) == len(done):  # warm up: the first calls allocate and choose kernels
+        progress.update(done)
+        for prompt in prompts[done:]:
+            ids = prompt.prompt_ids
+            room = min(config.max_new_tokens, longest(target, draft) - len(ids))
+            if len(rows) == done:  # warm up: the first calls allocate and choose kernels
                 plain_decode(target, ids, min(room, 4))
-                speculative_decode(target, draft, ids, min(room, 4), draft_tokens)
+                speculative_decode(target, draft, ids, min(room, 4), config.draft_tokens)
             plain = plain_decode(target, ids, room)
-            drafted = speculative_decode(target, draft, ids, room, draft_tokens)
+            drafted = speculative_decode(target, draft, ids, room, config.draft_tokens)
             answer = {
                 "prompt": target.tokenizer.decode(ids),
                 "token_ids": drafted.token_ids,
@@ -96,9 +97,10 @@ def summarise(rows: list[dict[str, Any]], draft_tokens: int) -> dict[str, Any]:
 
     def figures(**match: Any) -> dict[str, Any]:
         own = [r for r in rows if all(r[k] == v for k, v in match.items())]
-        found = acceptance([(len(r["token_ids"]), r["rounds"]) for r in own], draft_tokens) | {"prompts": len(own)}
-        verdicts = {"identical": "identical", "ties": "tie", "different": "different"}
-        found |= {name: sum(r["verdict"] == verdict for r in own) for name, verdict in verdicts.items()}
+        found = acceptance([(len(r["token_ids"]), r["rounds"]) for r in own], draft_tokens)
+        verdicts = Counter(r["verdict"] for r in own)
+        found |= {"prompts": len(own), "identical": verdicts["identical"], "ties": verdicts["tie"]}
+        found["different"] = verdicts["different"]
         if not own:
             speeds = dict.fromkeys(("baseline_tok_s", "speculative_tok_s", "speedup"))
             found["not_available"] |= dict.fromkeys(speeds, "no prompt was decoded")
@@ -145,4 +147,5 @@ def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 def _line(value: dict[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+    # ASCII: some readers of lines take U+2028 and the like for the end of one.
+    return json.dumps(value, allow_nan=False) + "\n"

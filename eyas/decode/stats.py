@@ -1,9 +1,9 @@
 """What acceptance means here: every figure with its definition and its denominator.
 
 A round drafts a chain of n tokens and has the target verify them in one forward pass. It emits the drafted tokens
-that were right (`accepted`), and one token of the target's own, the bonus token. Two things fall outside: the first
-token of an answer comes from the prompt's own pass and belongs to no round; and where an accepted token ends the
-answer, the round is *cut*: it has no bonus token, and the positions after the cut were never tried.
+that were right (`accepted`), and one token of the target's own, the bonus token. The first token of an answer is
+of the prompt's own pass and belongs to no round. Where an accepted token ends the answer, the round is *cut*: it
+has no bonus token, and the positions after the cut were never tried.
 """
 
 from typing import Any
@@ -15,17 +15,15 @@ DEFINITIONS = {
     "bonus token of each round is counted, the first token of an answer (from the prompt's pass) is not",
     "accept_rate_by_position": "conditional: rounds that accepted position k / rounds that accepted all before k "
     "and in which the answer was not over by then",
-    "unconditional_rate_by_position": "rounds that accepted position k and all before it / all rounds; the sum "
-    "over k is tau - 1, but for rounds cut by the end of an answer, which have no bonus token",
+    "unconditional_rate_by_position": "rounds that accepted position k and all before it / all rounds",
     "draft_acceptance_rate": "accepted tokens / drafted tokens; bonus tokens are not counted",
-    "tok_s": "new tokens / wall seconds of decoding a prompt, the pass over the prompt included; plain and "
-    "speculative decoding take turns in one process, with the same cache and the same model calls",
+    "tok_s": "new tokens / wall seconds of decoding a prompt, the pass over the prompt included",
     "speedup": "speculative_tok_s / baseline_tok_s",
     "identical": "prompts whose speculative output equals plain greedy decoding token by token",
     "ties": "prompts that part where rounding decides: recomputed on the common prefix, the target's logits of "
     "the two tokens differ by less than factor * eps(dtype) * largest logit (factor: 64 float32, 4 half types)",
-    "training": "counts of the train stage; tokens and supervised tokens are summed over its epochs",
     "different": "prompts that part anywhere else: an error",
+    "training": "counts of the train stage; tokens and supervised tokens are summed over its epochs",
 }
 
 
@@ -49,13 +47,13 @@ def acceptance(answers: list[tuple[int, list[int]]], draft_tokens: int) -> dict[
     reason of every null. Raises RuntimeError when the rounds do not add up to the tokens: a fault of the engine.
     """
     accepted: list[int] = []
-    cut: list[bool] = []
+    cut: list[int] = []  # indices of rounds
     for tokens, rounds in answers:
         missing = 1 + sum(a + 1 for a in rounds) - tokens  # one when the last round was cut
         if any(not 0 <= a <= draft_tokens for a in rounds) or missing not in (0, 1) or missing > sum(rounds[-1:]):
             raise RuntimeError(f"{tokens} tokens do not come from rounds of {draft_tokens} accepting {rounds}")
         accepted += rounds
-        cut += [i == len(rounds) and missing == 1 for i in range(1, len(rounds) + 1)]
+        cut += [len(accepted) - 1] * missing
     result: dict[str, Any] = {"rounds": len(accepted), "tokens": sum(t for t, _ in answers)}
     if not accepted:
         reason = (
@@ -63,12 +61,11 @@ def acceptance(answers: list[tuple[int, list[int]]], draft_tokens: int) -> dict[
         )
         names = ("tau", "accept_rate_by_position", "unconditional_rate_by_position", "draft_acceptance_rate")
         return {**dict.fromkeys(names), **result, "not_available": dict.fromkeys(names, reason)}
-    length, position = np.array(accepted)[:, None], np.arange(draft_tokens)
-    over = np.array(cut)[:, None] & (position >= length)
-    unconditional, conditional = hit_rates(position < length, ~over)
+    hits = np.arange(draft_tokens) < np.array(accepted)[:, None]  # [rounds, n]
+    unconditional, conditional = hit_rates(hits, hits | ~np.isin(np.arange(len(hits)), cut)[:, None])
     untried = [f"accept_rate_by_position[{k}]" for k, rate in enumerate(conditional) if rate is None]
     return {
-        "tau": (sum(accepted) + len(accepted) - sum(cut)) / len(accepted),
+        "tau": (sum(accepted) + len(accepted) - len(cut)) / len(accepted),
         "accept_rate_by_position": conditional,
         "unconditional_rate_by_position": unconditional,
         "draft_acceptance_rate": sum(accepted) / (len(accepted) * draft_tokens),

@@ -1,14 +1,12 @@
 """The shape of a draft: everything its tensors and its forward pass depend on."""
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from eyas.config import DraftConfig
 from eyas.errors import EyasError
 from eyas.progress import say, warn
-
-if TYPE_CHECKING:
-    from eyas.config import DraftConfig
-    from eyas.target.spec import TargetSpec
+from eyas.target.spec import TargetSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -51,30 +49,25 @@ class Eagle3DraftConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "aux_layers", tuple(self.aux_layers))
-        for name in (f.name for f in fields(self) if f.type is int):
-            _refuse(getattr(self, name) < 1, f"draft {name} must be at least 1, found {getattr(self, name)}")
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.type is int}
+        h, target, size = self.hidden_size, self.target_hidden_size, self.draft_vocab_size
         heads, shared, aux = self.num_attention_heads, self.num_key_value_heads, list(self.aux_layers)
-        rope = self.rope_parameters
-        _refuse(
-            self.hidden_size != self.target_hidden_size,
-            f"draft hidden_size {self.hidden_size} differs from the target's {self.target_hidden_size}: "
-            "the target's embedding cannot be shared",
-            "give the draft the target's hidden size",
-        )
-        _refuse(heads % shared, f"{heads} query heads cannot share {shared} key/value heads evenly")
-        _refuse(self.head_dim % 2, f"head_dim {self.head_dim} is odd: RoPE rotates pairs of channels")
-        _refuse(
-            self.draft_vocab_size > self.vocab_size,
-            f"draft_vocab_size {self.draft_vocab_size} exceeds the target's vocab_size {self.vocab_size}",
-        )
-        _refuse(not aux or aux != sorted({*aux}), f"aux_layers must be distinct and ascending, found {aux}")
-        _refuse(self.norm_before_fc and self.fc_norm, "norm_before_fc and fc_norm exclude each other")
-        _refuse(self.hidden_act != "silu", f"hidden_act {self.hidden_act!r}: servers' drafts know silu only")
-        _refuse(
-            rope.get("rope_type") not in ROPE_TYPES or "rope_theta" not in rope,
-            f"rope_parameters {rope} cannot be used in a draft",
-            f"rope_theta must be given and rope_type be one of {', '.join(ROPE_TYPES)}",
-        )
+        rope, kinds = self.rope_parameters, ", ".join(ROPE_TYPES)
+        faults = [(n < 1, f"draft {name} must be at least 1, found {n}") for name, n in sizes.items()]
+        faults += [
+            (h != target, f"hidden_size {h} differs from the target's {target}: its embedding cannot be shared"),
+            (shared and heads % shared, f"{heads} query heads cannot share {shared} key/value heads evenly"),
+            (self.head_dim % 2, f"head_dim {self.head_dim} is odd: RoPE rotates pairs of channels"),
+            (size > self.vocab_size, f"draft_vocab_size {size} exceeds the target's vocab_size {self.vocab_size}"),
+            (not aux or aux != sorted({*aux}), f"aux_layers must be distinct and ascending, found {aux}"),
+            (self.norm_before_fc and self.fc_norm, "norm_before_fc and fc_norm exclude each other"),
+            (self.hidden_act != "silu", f"hidden_act {self.hidden_act!r}: servers' drafts know silu only"),
+            ("rope_theta" not in rope, f"rope_parameters {rope}: rope_theta must be given"),
+            (rope.get("rope_type") not in ROPE_TYPES, f"rope_parameters {rope}: let rope_type be one of {kinds}"),
+        ]
+        for wrong, message in faults:
+            if wrong:
+                raise DraftShapeError(message)
 
     @property
     def num_aux(self) -> int:
@@ -88,22 +81,18 @@ class Eagle3DraftConfig:
 
     @classmethod
     def from_target(
-        cls, spec: "TargetSpec", draft: "DraftConfig", aux_layers: list[int], draft_vocab_size: int
+        cls, spec: TargetSpec, draft: DraftConfig, aux_layers: list[int], draft_vocab_size: int
     ) -> "Eagle3DraftConfig":
         """The draft of a target: the run's `draft` section where it says something, else the target's shape."""
-        rope = dict(spec.rope_parameters)
+        rope, longest = dict(spec.rope_parameters), spec.max_position_embeddings
         factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-        longest = spec.max_position_embeddings
         if factor and original and factor * original != longest:
-            warn(
-                f"RoPE factor {factor:g} is kept, though max_position_embeddings {longest} over the original "
-                f"{original} is {longest / original:g}"
-            )
+            found = f"max_position_embeddings {longest} over the original {original} is {longest / original:g}"
+            warn(f"RoPE factor {factor:g} is kept, though {found}")
         if rope.pop("partial_rotary_factor", 1.0) != 1.0:
             say("the target rotates a part of each head only; servers' drafts, and so this one, rotate all of it")
         if spec.hidden_act != "silu":
             say(f"the target's MLP uses {spec.hidden_act}; servers' drafts know silu only, and the draft uses it")
-        flags = (*FLAGS, "train_lm_head")
         own = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
         shared = ("hidden_size", "vocab_size", "max_position_embeddings", "rms_norm_eps")
         return cls(
@@ -113,7 +102,7 @@ class Eagle3DraftConfig:
             rope_parameters=rope,
             **{key: getattr(spec, key) for key in shared},
             **{key: getattr(draft, key) or getattr(spec, key) for key in own},
-            **{key: getattr(draft, key) for key in flags},
+            **{key: getattr(draft, key) for key in (*FLAGS, "train_lm_head")},
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,8 +117,3 @@ class Eagle3DraftConfig:
         if unknown or missing:
             raise DraftShapeError(f"draft config: unknown keys {unknown}, missing keys {missing}")
         return cls(**value)
-
-
-def _refuse(fault: object, message: str, hint: str = "") -> None:
-    if fault:
-        raise DraftShapeError(message, hint)

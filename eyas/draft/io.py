@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -11,9 +11,7 @@ from eyas.draft.config import Eagle3DraftConfig
 from eyas.draft.model import Eagle3DraftModel
 from eyas.errors import EyasError
 from eyas.files import atomic, write_json
-
-if TYPE_CHECKING:
-    from eyas.target.weights import TargetWeights
+from eyas.target.weights import TargetWeights
 
 KIND = {"format": "eyas-draft", "version": 1, "method": "eagle3"}
 
@@ -26,40 +24,31 @@ def save_draft(model: Eagle3DraftModel, folder: Path, provenance: dict[str, Any]
     write_json(folder / "draft.json", KIND | {"config": model.config.to_dict(), "provenance": provenance or {}})
 
 
-def load_draft(folder: Path, weights: "TargetWeights") -> Eagle3DraftModel:
+def load_draft(folder: Path, weights: TargetWeights) -> Eagle3DraftModel:
     """The saved draft with its target, on the CPU in its stored dtype, in evaluation mode.
 
     Raises EyasError listing every missing, unexpected or wrongly shaped tensor, and naming what is no eyas draft.
     """
-    description = _read(folder / "draft.json")
-    config = Eagle3DraftConfig.from_dict(description["config"])
-    path = folder / "model.safetensors"
+    path, about = folder / "model.safetensors", folder / "draft.json"
+    try:
+        described = json.loads(about.read_text())
+    except (OSError, json.JSONDecodeError) as e:
+        raise EyasError(f"{about} cannot be read: {e}", "give the folder of a trained draft") from e
+    if (found := {key: described.get(key) for key in KIND}) != KIND:
+        raise EyasError(f"{about} is no draft of this version: found {found}, expected {KIND}")
+    config = Eagle3DraftConfig.from_dict(described["config"])
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as e:
         raise EyasError(f"{path} cannot be read: {e}", "train the draft again, or copy it whole") from e
     model = Eagle3DraftModel(config, tensors.get("t2d"), tensors.get("d2t"))
-    expected = model.state_dict()
-    faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
-    faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
-    faults += [
-        f"{name} is {list(tensors[name].shape)}, expected {list(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in tensors and tensors[name].shape != tensor.shape
-    ]
+    shapes, expected = ({n: list(t.shape) for n, t in held.items()} for held in (tensors, model.state_dict()))
+    faults = [f"missing {name}" for name in sorted(expected.keys() - shapes.keys())]
+    faults += [f"unexpected {name}" for name in sorted(shapes.keys() - expected.keys())]
+    both = [n for n in expected if n in shapes]
+    faults += [f"{n} is {shapes[n]}, expected {expected[n]}" for n in both if shapes[n] != expected[n]]
     if faults:
         raise EyasError(f"{path} does not hold this draft's tensors: {'; '.join(faults)}")
     model.load_state_dict(tensors, assign=True)
     model.load_target(weights)
     return model.eval()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as e:
-        raise EyasError(f"{path} cannot be read: {e}", "give the folder of a trained draft") from e
-    found = {key: value.get(key) for key in KIND}
-    if found != KIND or not isinstance(value.get("config"), dict):
-        raise EyasError(f"{path} is no draft of this version: found {found}, expected {KIND} and a config")
-    return value

@@ -13,17 +13,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: Eagle3DraftConfig):
         super().__init__()
-        h, d = config.hidden_size, config.head_dim
-        self.head_dim = d
-        self.q_proj = nn.Linear(2 * h, config.num_attention_heads * d, bias=False)
-        self.k_proj = nn.Linear(2 * h, config.num_key_value_heads * d, bias=False)
-        self.v_proj = nn.Linear(2 * h, config.num_key_value_heads * d, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * d, h, bias=False)
-
-    def halves(self) -> list[tuple[Tensor, Tensor]]:
-        """(embedding half, hidden half) of the q, k and v weights, each [n * d, H]."""
-        split = [p.weight.chunk(2, 1) for p in (self.q_proj, self.k_proj, self.v_proj)]
-        return [(e, g) for e, g in split]
+        h, self.head_dim = config.hidden_size, config.head_dim
+        queries, shared = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(2 * h, queries, bias=False)
+        self.k_proj = nn.Linear(2 * h, shared, bias=False)
+        self.v_proj = nn.Linear(2 * h, shared, bias=False)
+        self.o_proj = nn.Linear(queries, h, bias=False)
 
     def heads(self, x: Tensor) -> Tensor:
         """[A, n * d] -> [A, n, d]"""
@@ -33,9 +28,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: Eagle3DraftConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        h, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(h, inner, bias=False)
+        self.up_proj = nn.Linear(h, inner, bias=False)
+        self.down_proj = nn.Linear(inner, h, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -97,10 +93,8 @@ class Rope:
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        shape = {k: getattr(config, k) for k in ("hidden_size", "num_attention_heads", "head_dim")}
-        llama = LlamaConfig(
-            **shape, max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(rope)
-        )
+        keys = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+        llama = LlamaConfig(**{k: getattr(config, k) for k in keys}, rope_parameters=dict(rope))
         self.frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, torch.device("cpu"))
 
     def table(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:

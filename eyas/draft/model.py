@@ -1,6 +1,6 @@
 """The EAGLE-3 draft: its tensors, the training-time test (TTT) over them, and decoding with a cache."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,8 @@ from eyas.draft.rows import RowPlan, TrainBatch, row_plan
 from eyas.errors import EyasError
 from eyas.kernels.linear_kl import linear_kl
 from eyas.kernels.ttt_attention import ttt_attention
-
-if TYPE_CHECKING:
-    from eyas.target.weights import TargetWeights
+from eyas.target.weights import TargetWeights
+from eyas.vocab import check_vocab_mapping
 
 
 class TTTOutput(NamedTuple):
@@ -64,7 +63,7 @@ class Eagle3DraftModel(nn.Module):
         self.register_buffer("embed_tokens", None, persistent=False)
         self.register_buffer("target_lm_head", None, persistent=False)
 
-    def load_target(self, weights: "TargetWeights") -> None:
+    def load_target(self, weights: TargetWeights) -> None:
         """Take the target's embedding, final norm and the lm_head rows of the draft vocabulary, all frozen.
 
         Raises DraftShapeError naming both sizes when the target is not the one this draft was made for.
@@ -73,10 +72,8 @@ class Eagle3DraftModel(nn.Module):
         expected = (self.config.vocab_size, self.config.target_hidden_size)
         for name, tensor in (("embed_tokens", embed), ("lm_head", head)):
             if tuple(tensor.shape) != expected:
-                raise DraftShapeError(
-                    f"the target's {name} is {list(tensor.shape)}, the draft expects {list(expected)}",
-                    "this draft belongs to another target",
-                )
+                text = f"the target's {name} is {list(tensor.shape)}, the draft expects {list(expected)}"
+                raise DraftShapeError(text, "this draft belongs to another target")
         like = self.fc.weight
         self.embed_tokens = embed.to(like.device)  # stays in its stored dtype: only a few rows are used at a time
         self.target_lm_head = head[self.draft_ids().to(head.device)].to(like)
@@ -122,14 +119,9 @@ class Eagle3DraftModel(nn.Module):
         step_scale = (weights / weights.sum() / counted).to(states.device)  # [K]
         n = len(batch.input_ids)
         step = plan.loss_cells // n  # [R]
-        loss, rows = linear_kl(
-            states,
-            self.lm_head.weight,
-            self.target_norm(batch.targets.to(states.dtype)),
-            self.target_lm_head.to(states.dtype),
-            plan.loss_targets,
-            step_scale[step].to(torch.promote_types(states.dtype, torch.float32)),
-        )
+        scale = step_scale[step].to(torch.promote_types(states.dtype, torch.float32))
+        targets, head = self.target_norm(batch.targets.to(states.dtype)), self.target_lm_head.to(states.dtype)
+        loss, rows = linear_kl(states, self.lm_head.weight, targets, head, plan.loss_targets, scale)
 
         def by_step(x: Tensor) -> Tensor:
             return x.new_zeros(ttt_steps).index_add_(0, step, x)
@@ -138,22 +130,16 @@ class Eagle3DraftModel(nn.Module):
         tokens[plan.loss_cells] = self.to_target_ids(rows.token)
         hit = torch.zeros_like(tokens, dtype=torch.bool)
         hit[plan.loss_cells] = rows.hit
-        return TTTOutput(
-            loss,
-            by_step(rows.kl),
-            plan.counts.to(step.device),
-            by_step(rows.hit.long()),
-            by_step(rows.overlap),
-            tokens.view(ttt_steps, n),
-            hit.view(ttt_steps, n),
-        )
+        sums = by_step(rows.kl), plan.counts.to(step.device), by_step(rows.hit.long()), by_step(rows.overlap)
+        return TTTOutput(loss, *sums, tokens.view(ttt_steps, n), hit.view(ttt_steps, n))
 
     def unroll(self, batch: TrainBatch, plan: RowPlan) -> list[Tensor]:
         """The states before lm_head of every step's rows: K tensors [A_k, H]."""
         layer = self.layers[0]
         assert isinstance(layer, DecoderLayer)
-        heads = layer.self_attn.heads
-        (q_e, q_g), (k_e, k_g), (v_e, v_g) = layer.self_attn.halves()
+        attention, heads = layer.self_attn, layer.self_attn.heads
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        (q_e, q_g), (k_e, k_g), (v_e, v_g) = (p.weight.chunk(2, 1) for p in projections)  # each [n * d, H]
         # Row t at step k and row t + k at step 0 see the same token: its embedding half is projected once.
         embedded = layer.input_layernorm(self.embed(batch.input_ids))  # [N, H]
         query_part = embedded.index_select(0, plan.query_tokens) @ q_e.T  # [U, nh * d]
@@ -162,9 +148,8 @@ class Eagle3DraftModel(nn.Module):
         cos, sin = self.rope.table(plan.last_position + 1, embedded)
         hidden = self.fuse(batch.aux)  # [N, H]
         normed = layer.hidden_norm(hidden)
-        keys = rotate(
-            heads(torch.addmm(key_part, normed, k_g.T)), cos[plan.positions], sin[plan.positions]
-        )  # [N, nkv, d]
+        turn = cos[plan.positions], sin[plan.positions]
+        keys = rotate(heads(torch.addmm(key_part, normed, k_g.T)), *turn)  # [N, nkv, d]
         values = heads(torch.addmm(value_part, normed, v_g.T))
         own_keys = own_values = keys.new_empty(len(keys), keys.shape[1], 0, keys.shape[2])  # [A, nkv, k, d]
         states = []
@@ -203,61 +188,44 @@ class Eagle3DraftModel(nn.Module):
         """Training goes through here, so that wrapped models (DDP, FSDP) see it. Two forms, on shifted rows:
 
         `batch=` (a TrainBatch) returns `ttt`'s TTTOutput. The other takes one packed row of documents:
-        hidden_states [1, L, A * H], input_ids [1, L], lengths [documents] (their sum may be below L: the rest is
-        padding; default one document), loss_mask [1, L] (default all), position_ids [1, L] (default 0, 1, ... in
-        each document), verifier_last_hidden_states [1, L, H], or [M, H] for the mask's M rows alone, before the
-        final norm. It returns (draft_tokens, loss, metrics): K tensors [1, L] of draft-vocabulary ids, -1 where a
-        row is not counted at that step; the loss of `ttt`; 0-dim tensors loss, loss_k (mean KL), full_acc_k
-        (arg-max right at all steps 0..k, a share of the rows counted at k), cond_acc_k (the same, a share of those
-        right until then). Without verifier_last_hidden_states: draft_tokens alone, of every row whose token lies
-        in its document.
+        hidden_states [1, L, A * H], input_ids [1, L], lengths [documents] (L beyond their sum is padding; default:
+        one document), loss_mask [1, L] (default all), position_ids [1, L] (default 0, 1, ... in each document),
+        verifier_last_hidden_states [1, L, H] before the final norm. It returns (draft_tokens, loss, metrics): K
+        tensors [1, L] of draft-vocabulary ids, -1 where a row is not counted at that step; the loss of `ttt`;
+        0-dim loss, loss_k (mean KL), full_acc_k (arg-max right at all steps 0..k, a share of the rows counted at
+        k), cond_acc_k (the same, a share of those right until then). Without verifier_last_hidden_states:
+        draft_tokens alone, of every row whose token lies in its document.
         """
         if batch is not None:
             return self.ttt(batch, ttt_steps, ttt_step_loss_decay, totals)
-        if hidden_states is None or input_ids is None:
-            raise TypeError("forward needs hidden_states and input_ids, or batch")
-        last, length = verifier_last_hidden_states, input_ids.shape[1]
-        batch = self._pack(hidden_states, input_ids, lengths, loss_mask, position_ids, last)
-        padding = (0, length - len(batch.input_ids))
+        assert hidden_states is not None and input_ids is not None
+        length, last = input_ids.shape[1], verifier_last_hidden_states
+        sizes = torch.tensor([length]) if lengths is None else lengths.cpu().flatten()
+        n, ends = int(sizes.sum()), sizes.cumsum(0)
+        if len(input_ids) != 1 or n > length:
+            raise DraftShapeError(f"lengths {sizes.tolist()} do not fit input_ids {list(input_ids.shape)}")
+        supervised = torch.ones(n, dtype=torch.bool)
         if last is None:
-            plan = row_plan(batch, ttt_steps)
-            ids = input_ids.new_full((ttt_steps, length), -1, dtype=torch.int64)
-            for k, states in enumerate(self.unroll(batch, plan)):
-                ids[k, plan.steps[k].rows] = self.lm_head(states).argmax(-1)
-            return list(ids[:, None])
-        out = self.ttt(batch, ttt_steps, ttt_step_loss_decay, totals)
-        counted = out.draft_tokens >= 0  # [K, rows]
+            last = hidden_states.new_zeros(1, n, self.config.hidden_size)
+        elif loss_mask is not None:
+            supervised = loss_mask[0, :n].cpu().bool()
+        targets = last[0, :n][supervised.to(last.device)]
+        documents = ((ends - sizes).repeat_interleave(sizes), ends.repeat_interleave(sizes))
+        positions = None if position_ids is None else position_ids[0, :n]
+        rows = TrainBatch(input_ids[0, :n], hidden_states[0, :n], targets, supervised, *documents, positions)
+        out = self.ttt(rows, ttt_steps, ttt_step_loss_decay, totals)
+        counted = out.draft_tokens >= 0  # [K, n]
+        ids = torch.searchsorted(self.draft_ids(), out.draft_tokens).where(counted, -1)
+        tokens = list(F.pad(ids, (0, length - n), value=-1)[:, None])
+        if verifier_last_hidden_states is None:
+            return tokens
         right = (counted & out.hit).cummin(0).values
         until_then = torch.cat([counted[:1], counted[1:] & right[:-1]]).sum(1).clamp(min=1)
         full, counts = right.sum(1), out.counts.clamp(min=1)
         metrics = {"loss": out.loss.detach()}
-        for name, values in (
-            ("loss", out.kl / counts),
-            ("full_acc", full / counts),
-            ("cond_acc", full / until_then),
-        ):
-            metrics |= {f"{name}_{k}": value for k, value in enumerate(values)}
-        ids = torch.searchsorted(self.draft_ids(), out.draft_tokens).where(counted, -1)
-        return list(F.pad(ids, padding, value=-1)[:, None]), out.loss, metrics
-
-    def _pack(self, hidden_states, input_ids, lengths, loss_mask, position_ids, last) -> TrainBatch:
-        """The public form as a TrainBatch, without its padding."""
-        sizes = torch.tensor([input_ids.shape[1]]) if lengths is None else lengths.cpu().flatten()
-        ends = sizes.cumsum(0)
-        n = int(ends[-1])
-        if input_ids.shape[0] != 1 or n > input_ids.shape[1]:
-            raise DraftShapeError(f"lengths {sizes.tolist()} do not fit input_ids {list(input_ids.shape)}")
-        supervised = torch.ones(n, dtype=torch.bool)
-        if last is None:
-            last = hidden_states.new_empty(n, self.config.hidden_size)
-        elif loss_mask is not None:
-            supervised = loss_mask[0, :n].cpu().bool()
-        if last.dim() == 3:
-            last = last[0, :n][supervised.to(last.device)]
-        doc_end = ends.repeat_interleave(sizes)
-        doc_start = (ends - sizes).repeat_interleave(sizes)
-        positions = None if position_ids is None else position_ids[0, :n]
-        return TrainBatch(input_ids[0, :n], hidden_states[0, :n], last, supervised, doc_start, doc_end, positions)
+        by_step = {"loss": out.kl / counts, "full_acc": full / counts, "cond_acc": full / until_then}
+        metrics |= {f"{name}_{k}": value for name, values in by_step.items() for k, value in enumerate(values)}
+        return tokens, out.loss, metrics
 
     def new_cache(self, capacity: int) -> DraftCache:
         """An empty cache for one sequence of at most `capacity` rows."""
@@ -281,9 +249,8 @@ class Eagle3DraftModel(nn.Module):
         # Only the last row is read, and the others are seen through their keys and values alone.
         last = slice(len(both) - 1, None)
         query = rotate(heads(attention.q_proj(both[last])), cos[last], sin[last])
-        attended = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], keys[None], values[None], enable_gqa=True
-        )  # [1, nh, 1, d]
+        query = query.transpose(0, 1)[None]  # [1, nh, 1, d]
+        attended = F.scaled_dot_product_attention(query, keys[None], values[None], enable_gqa=True)
         out = layer.finish(hidden[last], normed[last], attended[0].transpose(0, 1))
         state = self.norm(out)
         return self.lm_head(state)[0], (state if self.config.norm_output else out)[0]
@@ -291,14 +258,9 @@ class Eagle3DraftModel(nn.Module):
 
 def _check_vocab(config: Eagle3DraftConfig, t2d: Tensor | None, d2t: Tensor | None) -> None:
     """Raises DraftShapeError or EyasError unless the tables say exactly the vocabulary of the config."""
-    from eyas.vocab import check_vocab_mapping
-
     if config.pruned and t2d is None and d2t is None:
-        raise DraftShapeError(
-            f"draft_vocab_size {config.draft_vocab_size} of a target vocabulary of {config.vocab_size} needs a "
-            "mapping, and none is given",
-            "run `eyas vocab` to make one",
-        )
+        sizes = f"draft_vocab_size {config.draft_vocab_size} of a target vocabulary of {config.vocab_size}"
+        raise DraftShapeError(f"{sizes} needs a mapping, and none is given", "run `eyas vocab` to make one")
     for name, tensor, size in (("t2d", t2d, config.vocab_size), ("d2t", d2t, config.draft_vocab_size)):
         if tensor is not None and tuple(tensor.shape) != (size,):
             raise DraftShapeError(f"{name}: expected 1-D length {size}, got {tuple(tensor.shape)}")

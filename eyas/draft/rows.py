@@ -18,11 +18,8 @@ QUERY_BLOCK = 256  # rows of one document whose scores exist at a time
 
 
 class TrainBatch(NamedTuple):
-    """Documents packed one after the other, N shifted rows in all.
-
-    The row plan is made on the CPU: `supervised`, `doc_start` and `doc_end` belong there, the rest on the model's
-    device.
-    """
+    """Documents packed one after the other, N shifted rows in all. The row plan is made on the CPU, where
+    `supervised`, `doc_start` and `doc_end` belong; the rest is on the model's device."""
 
     input_ids: Tensor  # [N] int64 or int32
     aux: Tensor  # [N, A * H], aux states side by side, lowest layer first
@@ -50,8 +47,7 @@ class RowPlan:
     """Indices, on the model's device, of everything a pass computes.
 
     The losses of all steps are one list of R entries in the order of their targets, so that each target's
-    distribution is made once: entry i compares row loss_rows[i] of all steps' rows together with target
-    loss_targets[i].
+    distribution is made once: entry i compares row loss_rows[i] of all steps' rows together with its target.
     """
 
     steps: list[StepRows]
@@ -84,6 +80,7 @@ def row_plan(batch: TrainBatch, ttt_steps: int) -> RowPlan:
     counted = counted_rows(supervised, doc_end, ttt_steps)
     alive = counted.flip(0).cummax(0).values.flip(0)  # counted at this step or a later one
     positions = torch.arange(n) - doc_start if batch.positions is None else batch.positions.cpu()
+    last = int(positions.max()) + ttt_steps
     rows = [a.nonzero()[:, 0] for a in alive]
     needed = torch.zeros(n, dtype=torch.bool)
     for k, r in enumerate(rows):
@@ -101,16 +98,9 @@ def row_plan(batch: TrainBatch, ttt_steps: int) -> RowPlan:
         offset, before = offset + len(r), alive[k]
     entry = torch.cat(entries, 1)
     entry = entry[:, entry[0].argsort(stable=True)]
-    return RowPlan(
-        steps,
-        needed.nonzero()[:, 0].to(device, non_blocking=True),
-        positions.to(device, non_blocking=True),
-        int(positions.max()) + ttt_steps,
-        entry[1].to(device, non_blocking=True),
-        entry[0],
-        entry[2].to(device, non_blocking=True),
-        counted.sum(1),
-    )
+    moved = (needed.nonzero()[:, 0], positions, entry[1], entry[2])
+    query_tokens, positions, loss_rows, loss_cells = (x.to(device, non_blocking=True) for x in moved)
+    return RowPlan(steps, query_tokens, positions, last, loss_rows, entry[0], loss_cells, counted.sum(1))
 
 
 def _blocks(rows: Tensor, doc_start: Tensor) -> list[Block]:

@@ -36,8 +36,7 @@ def run(ctx: Context) -> dict[str, Any]:
     tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in draft.state_dict().items()}
     features = samples(ctx.input("extract"))
     origin = json.loads((ctx.input("train") / "draft.json").read_text())["provenance"]
-    verified: dict[str, Any] = {}
-    warnings = []
+    verified, warnings = {}, []
     for layout in config.export.layouts:
         folder, module = ctx.out / layout, LAYOUTS[layout]
         write_json(folder / "config.json", module.config(draft.config, spec, config.export.dtype, draft_tokens))
@@ -47,15 +46,11 @@ def run(ctx: Context) -> dict[str, Any]:
         served = f"{config.run_dir}/export/{layout}"
         write_text(folder / "README.md", model_card(layout, draft.config, spec, served, draft_tokens, origin))
         verified[layout] = checked = check(folder, spec, draft, features)
-        said = {
-            level: [f["message"] for f in checked["findings"] if f["level"] == level]
-            for level in ("error", "warning")
-        }
-        if not checked["ok"]:
-            raise EyasError(f"the {layout} export does not prove itself: {'; '.join(said['error'])}")
+        if wrong := "; ".join(checked["findings"].messages("error")):
+            raise EyasError(f"the {layout} export does not prove itself: {wrong}")
         apart = checked["proof"]["largest_difference"]
         say(f"{layout}: {len(tensors)} tensors; reloaded, logits within {apart:.1e} of the trained draft's")
-        warnings += [f"{layout}: {message}" for message in said["warning"]]
+        warnings += [f"{layout}: {message}" for message in checked["findings"].messages("warning")]
     for text in warnings:
         warn(text)
     size = sum(t.numel() * t.element_size() for t in tensors.values())

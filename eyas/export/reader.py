@@ -14,6 +14,7 @@ from eyas.draft.config import FLAGS, DraftShapeError, Eagle3DraftConfig
 from eyas.export import sglang, vllm
 from eyas.target.spec import TargetSpec
 
+Config = dict[str, Any]
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 SIZES += ("max_position_embeddings", "rms_norm_eps", "hidden_act")
 
@@ -24,12 +25,11 @@ class Findings(list[dict[str, Any]]):
     def add(self, level: str, check: str, message: str, hint: str = "") -> None:
         self.append({"check": check, "level": level, "message": message, "hint": hint, "evidence": {}})
 
-    @property
-    def ok(self) -> bool:
-        return not any(f["level"] == "error" for f in self)
+    def messages(self, level: str) -> list[str]:
+        return [f["message"] for f in self if f["level"] == level]
 
 
-def read_config(folder: Path) -> tuple[dict[str, Any], str]:
+def read_config(folder: Path) -> tuple[Config, str]:
     """config.json and its layout: vllm, sglang, or raw (the EAGLE authors'). Raises ValueError for any other."""
     path = folder / "config.json"
     try:
@@ -43,10 +43,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
         return config, "sglang"
     if architectures == ["LlamaForCausalLM"] and "draft_vocab_size" in config:
         return config, "raw"
-    known = "speculators_config, LlamaForCausalLMEagle3, or LlamaForCausalLM with draft_vocab_size"
-    raise ValueError(
-        f"{path} is of no EAGLE-3 layout known here (architectures {architectures}): expected {known}"
-    )
+    raise ValueError(f"{path} is of no EAGLE-3 layout known here (architectures {architectures})")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -64,11 +61,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name.replace(sglang.LAYER, vllm.LAYER): tensor for name, tensor in tensors.items()}
 
 
-def read_shape(
-    config: dict[str, Any], layout: str, spec: TargetSpec | None, found: Findings
-) -> Eagle3DraftConfig | None:
+def read_shape(config: Config, layout: str, spec: TargetSpec | None, found: Findings) -> Eagle3DraftConfig | None:
     """The draft that the engine would build from config.json; None where it cannot be told. Adds findings."""
-    where, layer, flags = "config.json", config, {flag: bool(config.get(flag)) for flag in FLAGS}
+    where, layer = "config.json", config
+    flags: Config = {flag: bool(config.get(flag)) for flag in FLAGS}
     if layout == "vllm":
         where = "transformer_layer_config"
         layer = config.get(where) or {}
@@ -78,9 +74,7 @@ def read_shape(
     for fault in _faults(config, layer, layout):
         found.add("error", "config", fault)
     if layout == "raw":
-        found.add(
-            "warning", "config", "SGLang wants architectures LlamaForCausalLMEagle3; only vLLM takes this one"
-        )
+        found.add("warning", "config", "SGLang wants LlamaForCausalLMEagle3 here; only vLLM takes the folder")
     rope = _rope(layer, found)
     if missing := [key for key in SIZES if layer.get(key) is None]:
         found.add("error", "config", f"{where} lacks {', '.join(missing)}", "write every value out")
@@ -103,12 +97,11 @@ def read_shape(
         found.add("error", "config", e.message, e.hint)
 
 
-def _faults(config: dict[str, Any], layer: dict[str, Any], layout: str) -> list[str]:
-    """Keys beside the sizes that decide how, or whether, the engine serves the folder."""
+def _faults(config: Config, layer: Config, layout: str) -> list[str]:
+    """What is wrong with keys beside the sizes that decide how, or whether, the engine serves the folder."""
     faults = {
         "tie_word_embeddings is true: the head would be the embedding table": layer.get("tie_word_embeddings"),
         "num_hidden_layers is not 1: only such drafts can be verified": layer.get("num_hidden_layers", 1) != 1,
-        "attention_bias is true: SGLang drops the biases, eyas drafts have none": layer.get("attention_bias"),
     }
     if layout == "vllm":
         own = config["speculators_config"] or {}
@@ -120,36 +113,35 @@ def _faults(config: dict[str, Any], layer: dict[str, Any], layout: str) -> list[
         }
     else:
         unused = (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False
+        null = config.get("target_hidden_size", 0) is None
         faults |= {
             "draft_vocab_size is missing: SGLang stops there": "draft_vocab_size" not in config,
-            "target_hidden_size is null: engines test whether it is there": config.get("target_hidden_size", 1)
-            is None,
+            "target_hidden_size is null: engines test whether it is there": null,
             "eagle_config.use_aux_hidden_state is false: fc would not be used": unused,
             "norm_before_residual is true: SGLang serves it as false": config.get("norm_before_residual"),
         }
     return [message for message, wrong in faults.items() if wrong]
 
 
-def _aux(config: dict[str, Any], layer: dict[str, Any], spec: TargetSpec | None, found: Findings) -> list[int]:
+def _aux(config: Config, layer: Config, spec: TargetSpec | None, found: Findings) -> list[int]:
     """The boundaries the engine captures, or 1, 2, ... as many as fc has inputs, where they cannot be told."""
-    nested = (layer.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     top = config.get("eagle_aux_hidden_state_layer_ids")
-    inputs = layer.get("num_aux_hidden_states") or len(nested or ()) or 3
     captured = sglang.boundaries(nested, spec) if nested and spec else None
     if top and captured and top != captured:
         hint = "top level: boundaries; eagle_config: the blocks whose output they are, one less"
         found.add("error", "aux_layers", f"vLLM would capture boundaries {top}, SGLang {captured}", hint)
-    aux = (
-        top or captured or ([2, spec.num_layers // 2, spec.num_layers - 3] if spec else list(range(1, inputs + 1)))
-    )
-    if len(aux) == inputs:
-        return aux
-    hint = "write num_aux_hidden_states beside the sizes"
-    found.add("error", "aux_layers", f"{len(aux)} aux layers {aux}, but the engine gives fc {inputs} inputs", hint)
-    return list(range(1, inputs + 1))
+    inputs = layer.get("num_aux_hidden_states") or len(nested or ()) or 3
+    default = [2, spec.num_layers // 2, spec.num_layers - 3] if spec else list(range(1, inputs + 1))
+    if len(aux := top or captured or default) != inputs:
+        hint = "write num_aux_hidden_states beside the sizes"
+        found.add(
+            "error", "aux_layers", f"the aux layers are {aux}, but the engine gives fc {inputs} inputs", hint
+        )
+    return aux
 
 
-def _rope(layer: dict[str, Any], found: Findings) -> dict[str, Any] | None:
+def _rope(layer: Config, found: Findings) -> Config | None:
     """One flat map from either spelling; None where there is no base, which engines then take for 10000."""
     new, old = layer.get("rope_parameters") or {}, layer.get("rope_scaling") or {}
     bases = {float(b) for b in (new.get("rope_theta"), layer.get("rope_theta")) if b is not None}
@@ -160,6 +152,5 @@ def _rope(layer: dict[str, Any], found: Findings) -> dict[str, Any] | None:
         return None
     if not new or layer.get("rope_theta") is None:
         found.add("warning", "rope", f"RoPE is written in the {'newer' if new else 'older'} spelling only", hint)
-    rest = {k: v for k, v in {**old, **new}.items() if k not in ("type", "rope_type", "rope_theta")}
-    kind = new.get("rope_type") or old.get("rope_type") or old.get("type") or "default"
-    return {"rope_type": kind, "rope_theta": bases.pop(), **rest}
+    both = {"rope_type": old.get("type", "default"), **old, **new, "rope_theta": bases.pop()}
+    return {k: v for k, v in both.items() if k != "type"}

@@ -14,11 +14,8 @@ NOTES = """\
 
 
 def layer_config(draft: Eagle3DraftConfig) -> dict[str, Any]:
-    """The Llama config both engines read.
-
-    RoPE is written for older readers (`rope_theta`, `rope_scaling`) and for newer ones (`rope_parameters`).
-    """
-    rope = draft.rope_parameters
+    """The Llama config both engines read, with RoPE in the older spelling and in the newer, `rope_parameters`."""
+    rope = dict(draft.rope_parameters)
     scaling = {"type": rope["rope_type"]} | {k: v for k, v in rope.items() if k != "rope_theta"}
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     same += ("hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size")
@@ -38,15 +35,11 @@ def layer_config(draft: Eagle3DraftConfig) -> dict[str, Any]:
 
 
 def config(draft: Eagle3DraftConfig, spec: TargetSpec, dtype: str, draft_tokens: int) -> dict[str, Any]:
-    """config.json. Every flag is written: an absent `norm_before_residual` is true to vLLM, false to others.
-
-    Aux layers are boundaries, vLLM's own convention. A target folder is named by its full path: the server may
-    start elsewhere.
-    """
+    """config.json. Every flag is written: an absent `norm_before_residual` is true to vLLM, false to others."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens}
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
-    local = Path(spec.name).expanduser().is_dir()
-    verifier = {"name_or_path": str(spec.path.resolve()) if local else spec.name}
+    # A folder is named by its full path: the server may start elsewhere.
+    name = str(spec.path.resolve()) if Path(spec.name).expanduser().is_dir() else spec.name
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -62,7 +55,7 @@ def config(draft: Eagle3DraftConfig, spec: TargetSpec, dtype: str, draft_tokens:
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": verifier | {"architectures": spec.architectures},
+            "verifier": {"name_or_path": name, "architectures": spec.architectures},
         },
         "transformer_layer_config": {k: v for k, v in layer_config(draft).items() if v is not None},
     }

@@ -98,8 +98,8 @@ def extract(
 
 
 def plan_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
-    """Indices of each forward pass: windows sorted longest first, so that what does not fit the memory fails early,
-    cut where rows × longest exceeds the budget."""
+    """Indices of each forward pass: windows sorted longest first (what does not fit the memory fails early), cut
+    where rows × longest exceeds the budget."""
     batches: list[list[int]] = []
     for start in range(0, len(lengths), WINDOW):
         window = range(start, min(start + WINDOW, len(lengths)))

@@ -34,20 +34,6 @@ def linear_kl(
     return loss, RowStats(*stats)
 
 
-def reference_linear_kl(
-    x: Tensor, weight: Tensor, target_x: Tensor, target_weight: Tensor, target_rows: Tensor, scale: Tensor
-) -> tuple[Tensor, RowStats]:
-    """The same by plain autograd, all logits at once."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    log_p = torch.log_softmax((target_x @ target_weight.T).to(wide), -1).detach()[target_rows]  # [R, Vd]
-    log_q = torch.log_softmax((x @ weight.T).to(wide), -1)  # [R, Vd]
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1)  # [R]
-    token = log_q.argmax(-1)
-    overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
-    stats = RowStats(kl.detach(), overlap.detach(), token, token == log_p.argmax(-1))
-    return (kl * scale).sum(), stats
-
-
 class _LinearKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, target_x, target_weight, target_rows, scale):

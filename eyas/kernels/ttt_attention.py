@@ -12,28 +12,22 @@ Block = tuple[int, int, int, int]
 
 
 def ttt_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    own_keys: Tensor,
-    own_values: Tensor,
-    rows: Tensor,
-    blocks: list[Block],
+    q: Tensor, keys: Tensor, values: Tensor, own_k: Tensor, own_v: Tensor, rows: Tensor, blocks: list[Block]
 ) -> Tensor:
     """q [A, nh, d] -> [A, nh, d]; query a sees keys of its block up to row rows[a], and its own k keys.
 
-    keys, values [N, nkv, d]; own_keys, own_values [A, nkv, k, d], k >= 0; rows [A] int64 on q's device; `blocks`
-    cover the queries in order. RoPE is already applied. Softmax in fp32 at least, scale d ** -0.5.
+    keys, values [N, nkv, d]; own_k, own_v [A, nkv, k, d], k >= 0; rows [A] int64 on q's device; `blocks` cover the
+    queries in order. RoPE is already applied. Softmax in fp32 at least, scale d ** -0.5.
     """
     q = q * q.shape[-1] ** -0.5
     out, lse = _DocumentAttention.apply(q, keys, values, rows, blocks)  # [A, nh, d], [A, nh]
-    if not own_keys.shape[2]:
+    if not own_k.shape[2]:
         return out
-    heads, (a, nkv, _, d) = q.shape[1], own_keys.shape
+    heads, (a, nkv, _, d) = q.shape[1], own_k.shape
     group = (a, nkv, heads // nkv, d)
-    own = q.view(group) @ own_keys.transpose(-1, -2)  # [A, nkv, G, k]
+    own = q.view(group) @ own_k.transpose(-1, -2)  # [A, nkv, G, k]
     share = torch.cat([lse.view(group[:3])[..., None], own.to(lse.dtype)], -1).softmax(-1).to(q.dtype)
-    merged = share[..., :1] * out.view(group) + share[..., 1:] @ own_values  # [A, nkv, G, d]
+    merged = share[..., :1] * out.view(group) + share[..., 1:] @ own_v  # [A, nkv, G, d]
     return merged.view(q.shape)
 
 
@@ -44,10 +38,8 @@ class _DocumentAttention(torch.autograd.Function):
     def forward(ctx, q, keys, values, rows, blocks):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         for block in blocks:
-            queries, _ = _slices(block)
             scores, _, v = _scores(q, keys, values, rows, block)
-            probs = scores.softmax(-1)
-            n = block[1] - block[0]
+            probs, queries, n = scores.softmax(-1), slice(*block[:2]), block[1] - block[0]
             out[queries] = _rows_first(probs.to(q.dtype) @ v, n)
             # the largest probability is exp(largest score - lse)
             lse[queries] = _rows_first((scores.amax(-1) - probs.amax(-1).log())[..., None], n)[..., 0]
@@ -64,7 +56,7 @@ class _DocumentAttention(torch.autograd.Function):
         offset = (grad_out * out).to(grad_lse.dtype).sum(-1) - grad_lse  # [A, nh]
         nkv = keys.shape[1]
         for block in ctx.blocks:
-            queries, cells = _slices(block)
+            queries, cells = slice(*block[:2]), slice(*block[2:])
             scores, k, v = _scores(q, keys, values, rows, block)
             qb, gb = _heads_first(q[queries], nkv), _heads_first(grad_out[queries], nkv)  # [nkv, n * G, d]
             probs = scores.softmax(-1)
@@ -75,16 +67,12 @@ class _DocumentAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None
 
 
-def _slices(block: Block) -> tuple[slice, slice]:
-    return slice(block[0], block[1]), slice(block[2], block[3])
-
-
 def _scores(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Masked scores [nkv, n * G, T] of a block, with its keys and values [nkv, T, d]."""
-    queries, cells = _slices(block)
+    queries, cells = slice(*block[:2]), slice(*block[2:])
     k, v = keys[cells].transpose(0, 1), values[cells].transpose(0, 1)
     scores = _heads_first(q[queries], len(k)) @ k.transpose(1, 2)
-    visible = torch.arange(block[2], block[3], device=q.device) <= rows[queries, None, None]  # [n, 1, T]
+    visible = torch.arange(*block[2:], device=q.device) <= rows[queries, None, None]  # [n, 1, T]
     scores.unflatten(1, (len(visible), -1)).add_(torch.where(visible, 0.0, float("-inf")))
     return scores.to(torch.promote_types(q.dtype, torch.float32)), k, v
 

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from eyas.draft import Eagle3DraftModel, TrainBatch, init_weights, load_draft, save_draft
-from eyas.preflight.finding import Check, Finding, Subject
+from eyas.preflight.finding import Check, Finding, Subject, error, info
 from eyas.train.batches import pack
 from eyas.train.checkpoint import Training
 from eyas.train.loop import forward, move, optimiser_step
-from eyas.train.optim import adamw
 
 BATCH_TOKENS = 512  # enough to reach every tensor, and a few seconds on a CPU
 
@@ -22,50 +21,48 @@ def training_works(s: Subject) -> Iterator[Finding]:
     chosen = s.samples[: max(1, int(fitting.sum()))]
     batch, ids = pack(chosen, s.config.train.batch_tokens), [[f.id for f in chosen]]
     training = start(s, fresh_draft(s))
-    frozen = [(n, t) for n, t in training.model.named_buffers()]
-    frozen += [(n, p) for n, p in training.model.named_parameters() if not p.requires_grad]
-    before = [t.detach().clone() for _, t in frozen]
+    frozen = dict(training.model.named_buffers())
+    frozen |= {n: p for n, p in training.model.named_parameters() if not p.requires_grad}
+    before = {n: t.detach().clone() for n, t in frozen.items()}
 
     lr = s.config.train.lr / 10  # there is no warm-up here
     losses = [optimiser_step(training, [batch], lr, ids)["loss"] for _ in range(s.config.preflight.steps)]
     losses.append(loss_of(training, batch))
     text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {len(losses) - 1} steps on {len(chosen)} samples"
     if losses[-1] < losses[0]:
-        yield Finding("info", text, evidence={"losses": losses})
+        yield info(text, evidence={"losses": losses})
     else:
         hint = "a lower train.lr, or features that teach this draft nothing"
-        yield Finding("error", f"the loss does not fall: {text}", hint, {"losses": losses})
-    if changed := [n for (n, t), old in zip(frozen, before, strict=True) if not torch.equal(t, old)]:
-        yield Finding("error", f"training changed {', '.join(changed)}, which must stay as the target has it")
+        yield error(f"the loss does not fall: {text}", hint, {"losses": losses})
+    if changed := [n for n, t in frozen.items() if not torch.equal(t, before[n])]:
+        yield error(f"training changed {', '.join(changed)}, which must stay as the target has it")
 
     # After the steps, not before them: weights that start at zero pass no gradient on to what feeds them.
     forward(training, move(batch, training.noise.device)).loss.backward()
     gradients = {n: p.grad for n, p in training.trained().items()}
     if unreached := [n for n, g in gradients.items() if g is None or not g.any() or not g.isfinite().all()]:
         text = f"no gradient, or none that is finite, reaches {', '.join(unreached)}"
-        yield Finding("error", text, "are the sampled answers too short? raise preflight.samples")
+        yield error(text, "are the sampled answers too short? raise preflight.samples")
 
     with tempfile.TemporaryDirectory(prefix="eyas-dry-run-") as folder:
         save_draft(training.model, Path(folder))
         again = loss_of(start(s, load_draft(Path(folder), s.weights)), batch)
     same = abs(again - losses[-1]) <= 1e-6 * abs(losses[-1])
-    yield Finding(
-        "info" if same else "error", f"saved and loaded again: loss {again:.6f}, before {losses[-1]:.6f}"
-    )
+    text = f"saved and loaded again: loss {again:.6f}, before {losses[-1]:.6f}"
+    yield Finding("info" if same else "error", text)
 
 
 def fresh_draft(s: Subject) -> Eagle3DraftModel:
     """The draft as the train stage starts it."""
-    model = Eagle3DraftModel(s.shape, *s.tables)
+    model = s.new_draft()
     model.load_target(s.weights)
     init_weights(model, s.weights, s.spec, s.config.draft.init, s.config.seed)
     return model
 
 
 def start(s: Subject, model: Eagle3DraftModel) -> Training:
-    config, device = s.config.train.model_copy(update={"noise": 0.0}), s.config.torch_device()
-    model = model.to(device).train()
-    return Training(model, adamw(model, config), torch.Generator(device), config, s.config.seed)
+    config = s.config.train.model_copy(update={"noise": 0.0})
+    return Training(model.to(s.config.torch_device()).train(), config, s.config.seed)
 
 
 @torch.no_grad()

@@ -1,11 +1,12 @@
 """Features: is the store whole, this target's, and do its states look like states?"""
 
 from collections.abc import Iterator
+from itertools import combinations
 
 import torch
 
 from eyas.features.store import Store
-from eyas.preflight.finding import Check, Finding, Subject
+from eyas.preflight.finding import Check, Finding, Subject, error, info, warning
 
 MASSIVE = 1000.0  # a channel with a value this many times the median magnitude
 SAME = 0.99  # share of equal values that makes two layers one
@@ -14,66 +15,59 @@ SAME = 0.99  # share of equal values that makes two layers one
 def store_is_this_targets(s: Subject) -> Iterator[Finding]:
     store, spec = s.store, s.spec
     store.check(target_fingerprint=spec.fingerprint, hidden_size=spec.hidden_size, aux_layers=s.aux_layers)
-    lengths, counts = store.lengths, store.supervised_counts
-    if not counts.sum():
-        yield Finding("error", f"{store.folder} holds no supervised token", "see prepare's counts and examples")
+    tokens, supervised = int(store.lengths.sum()), int(store.supervised_counts.sum())
+    if not supervised:
+        yield error(f"{store.folder} holds no supervised token", "see prepare's counts and examples")
         return
-    share = float(counts.sum() / lengths.sum())
-    evidence = {"samples": len(store), "tokens": int(lengths.sum()), "share": share}
-    text = f"{len(store):,} samples, {lengths.sum():,} tokens of {store.meta.target}, {share:.0%} supervised"
-    yield Finding("info", text, evidence=evidence)
+    share = supervised / tokens
+    evidence = {"samples": len(store), "tokens": tokens, "share": share}
+    text = f"{len(store):,} samples, {tokens:,} tokens of {store.meta.target}, {share:.0%} supervised"
+    yield info(text, evidence=evidence)
     if share >= 0.95:
-        yield Finding("warning", "prompts seem to be supervised too", "look at prepare's examples", evidence)
-    if empty := int((counts == 0).sum()):
-        yield Finding("warning", f"{empty} samples have no supervised token and teach nothing")
-    for skipped in store.skipped[:1]:
-        reason = f"the first: {skipped['id']} ({skipped['reason']})"
-        yield Finding("warning", f"extraction left out {len(store.skipped)} samples, {reason}")
+        yield warning("prompts seem to be supervised too", "look at prepare's examples", evidence)
+    if empty := int((store.supervised_counts == 0).sum()):
+        yield warning(f"{empty} samples have no supervised token and teach nothing")
+    for first in store.skipped[:1]:
+        reason = f"the first: {first['id']} ({first['reason']})"
+        yield warning(f"extraction left out {len(store.skipped)} samples, {reason}")
 
 
 def heldout_is_there(s: Subject) -> Iterator[Finding]:
     heldout = Store(s.folder("extract") / "features" / "heldout")
     if not heldout.supervised_counts.sum():
-        yield Finding("warning", "nothing is held out: the best step cannot be told", "set data.heldout above 0")
+        yield warning("nothing is held out: the best step cannot be told", "set data.heldout above 0")
         return
     heldout.check(target_fingerprint=s.spec.fingerprint, aux_layers=s.aux_layers)
     if shared := set(heldout.ids) & set(s.store.ids):
-        yield Finding("error", f"{len(shared)} samples are in both training and held out, such as {min(shared)}")
+        yield error(f"{len(shared)} samples are in both training and held out, such as {min(shared)}")
 
 
 def samples_keep_the_contract(s: Subject) -> Iterator[Finding]:
-    for features in s.samples:  # reading checks tensors, shapes, dtypes, NaN, infinity, zero rows
-        ids, size = features.token_ids, s.spec.vocab_size
-        for at in ((ids < 0) | (ids >= size)).nonzero()[:1].flatten().tolist():
-            text = f"sample {features.id}: token {at} is {int(ids[at])}, the target knows ids below {size}"
-            yield Finding("error", text, "the data was tokenised for another target")
+    for f in s.samples:  # reading checks tensors, shapes, dtypes, NaN, infinity, zero rows
+        for at in ((f.token_ids < 0) | (f.token_ids >= s.spec.vocab_size)).nonzero()[:1].flatten().tolist():
+            text = f"token {at} is {int(f.token_ids[at])}, the target knows ids below {s.spec.vocab_size}"
+            yield error(f"sample {f.id}: {text}", "the data was tokenised for another target")
     tokens = sum(len(f.token_ids) for f in s.samples)
-    text = f"{len(s.samples)} samples, {tokens:,} tokens: four tensors each, all rows finite and none zero"
-    yield Finding("info", text)
+    yield info(f"{len(s.samples)} samples, {tokens:,} tokens: four tensors each, all rows finite and none zero")
 
 
 def states_vary_by_token_and_layer(s: Subject) -> Iterator[Finding]:
     aux = torch.cat([f.aux_hidden_states for f in s.samples]).float().unbind(1)  # A of [tokens, H]
     layers = {f"aux layer {i}": states for i, states in zip(s.store.meta.aux_layers, aux, strict=True)}
-    layers["last hidden state"] = torch.cat([f.last_hidden_state for f in s.samples]).float()
-    for name, states in layers.items():
-        peak = states.abs().amax(0)  # [H]
+    last = torch.cat([f.last_hidden_state for f in s.samples]).float()
+    for name, states in (layers | {"last hidden state": last}).items():
+        peak, rms = states.abs().amax(0), float(states.square().mean().sqrt())  # [H]
         massive = (peak > MASSIVE * states.abs().median()).nonzero().flatten().tolist()
-        evidence = {"rms": float(states.square().mean().sqrt()), "max": float(peak.max()), "massive": massive[:8]}
-        text = (
-            f"{name}: RMS {evidence['rms']:.3g}, largest {evidence['max']:,.0f}, {len(massive)} massive channels"
-        )
-        yield Finding("info", text, evidence=evidence)
+        text = f"{name}: RMS {rms:.3g}, largest {peak.max():,.0f}, {len(massive)} massive channels"
+        yield info(text, evidence={"rms": rms, "max": float(peak.max()), "massive": massive[:8]})
         if len(states) > 1 and bool((states == states[0]).all()):
-            yield Finding("error", f"{name}: the same state at every token", "the engine gave one row for all")
-    for i, a in enumerate(aux):
-        for j in range(i + 1, len(aux)):
-            # Counted by value, so that a few huge channels do not decide.
-            share = float(torch.isclose(a, aux[j], rtol=0.01, atol=0.0).float().mean())
-            if share > SAME:
-                first, second = list(layers)[i], list(layers)[j]
-                text = f"{first} and {second} hold the same states ({share:.1%} of the values agree)"
-                yield Finding("error", text, "check the layer ids the engine was given; extract again")
+            yield error(f"{name}: the same state at every token", "the engine gave one row for all")
+    for (one, a), (two, b) in combinations(layers.items(), 2):
+        # Counted by value, so that a few huge channels do not decide.
+        share = float(torch.isclose(a, b, rtol=0.01, atol=0.0).float().mean())
+        if share > SAME:
+            text = f"{one} and {two} hold the same states ({share:.1%} of the values agree)"
+            yield error(text, "check the layer ids the engine was given; extract again")
 
 
 CHECKS = [

@@ -2,21 +2,18 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from eyas.config import RunConfig
-from eyas.draft import Eagle3DraftConfig
+from eyas.draft import Eagle3DraftModel
 from eyas.features.contract import Features
 from eyas.features.store import Store
 from eyas.pipeline import read_manifest
 from eyas.target.spec import TargetSpec, default_aux_layers
 from eyas.target.weights import TargetWeights
-from eyas.vocab import read_vocab_mapping
+from eyas.train.stage import new_draft
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,9 @@ class Finding:
     message: str
     hint: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
+
+
+info, warning, error = partial(Finding, "info"), partial(Finding, "warning"), partial(Finding, "error")
 
 
 class NotMade(Exception):
@@ -68,16 +68,8 @@ class Subject:
         count = min(self.config.preflight.samples, len(self.store))
         return [self.store[i * len(self.store) // count] for i in range(count)]
 
-    @cached_property
-    def tables(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """(t2d [V], d2t [Vd]) of the vocab stage; (None, None) for the full vocabulary."""
-        found = read_vocab_mapping(self.folder("vocab"), self.spec.vocab_size)
-        return (torch.from_numpy(found[1]), torch.from_numpy(found[0])) if found else (None, None)
-
-    @cached_property
-    def shape(self) -> Eagle3DraftConfig:
-        size = self.spec.vocab_size if self.tables[1] is None else len(self.tables[1])
-        return Eagle3DraftConfig.from_target(self.spec, self.config.draft, self.aux_layers, size)
+    def new_draft(self) -> Eagle3DraftModel:
+        return new_draft(self.config, self.spec, self.aux_layers, self.folder("vocab"))
 
 
 @dataclass(frozen=True)

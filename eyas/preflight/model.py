@@ -6,19 +6,19 @@ from pathlib import Path
 import torch
 
 from eyas.config import TrainConfig
-from eyas.draft import Eagle3DraftConfig, Eagle3DraftModel
-from eyas.preflight.finding import Check, Finding, Subject
+from eyas.draft import Eagle3DraftConfig
+from eyas.preflight.finding import Check, Finding, Subject, info
 
 
 def draft_builds_and_fits(s: Subject) -> Iterator[Finding]:
     with torch.device("meta"):  # shapes alone: nothing is allocated
-        model = Eagle3DraftModel(s.shape, *s.tables)
+        model = s.new_draft()
+    shape, device = model.config, s.config.torch_device()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    text = f"{trained:,} trainable parameters, {s.shape.draft_vocab_size:,} of {s.shape.vocab_size:,} token ids"
-    yield Finding("info", text, evidence=s.shape.to_dict())
-    device = s.config.torch_device()
+    text = f"{trained:,} trainable parameters, {shape.draft_vocab_size:,} of {shape.vocab_size:,} token ids"
+    yield info(text, evidence=shape.to_dict())
     share = float(s.store.supervised_counts.sum() / s.store.lengths.sum())
-    parts = memory_parts(s.shape, s.config.train, trained, share, device)
+    parts = memory_parts(shape, s.config.train, trained, share, device)
     need, free = sum(parts.values()), available_memory(device)
     listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
     text = f"training takes about {need / 1e9:.2f} GB ({listed}); {free / 1e9:.2f} GB are free on {device}"
@@ -39,13 +39,9 @@ def memory_parts(
     once = (c.num_aux + 4) * c.hidden_size + 2 * heads * c.head_dim
     per_step = 10 * c.hidden_size + 4 * heads * c.head_dim + 4 * c.intermediate_size
     frozen = (c.vocab_size + c.draft_vocab_size * (1 if c.train_lm_head else 2)) * c.hidden_size
-    return {
-        "weights": trained * (6 if half else 4),
-        "gradients": trained * 4,
-        "optimizer": trained * 8,
-        "frozen": frozen * width,
-        "activations": width * (rows * once + kept * per_step * train.ttt_steps),
-    }
+    activations = width * (rows * once + kept * per_step * train.ttt_steps)
+    parts = {"weights": trained * (6 if half else 4), "gradients": trained * 4, "optimizer": trained * 8}
+    return parts | {"frozen": frozen * width, "activations": activations}
 
 
 def available_memory(device: str, root: Path = Path("/")) -> int:
@@ -54,12 +50,10 @@ def available_memory(device: str, root: Path = Path("/")) -> int:
         return torch.cuda.mem_get_info()[0]
     lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     rooms = [int(lines["MemAvailable"].split()[0]) * 1024]
-    mount, own = root / "sys/fs/cgroup", root / "proc/self/cgroup"
-    group = (
-        next((g[3:] for g in own.read_text().splitlines() if g.startswith("0::")), "/") if own.is_file() else "/"
-    )
-    above = [mount / group.lstrip("/"), *(mount / group.lstrip("/")).parents]
-    limits = [(g, "memory.max", "memory.current") for g in above]  # version 2: every group above counts too
+    mount, listed = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    groups = listed.read_text().splitlines() if listed.is_file() else []
+    own = mount / next((g[3:].lstrip("/") for g in groups if g.startswith("0::")), "")
+    limits = [(g, "memory.max", "memory.current") for g in (own, *own.parents)]  # version 2: all above count too
     for folder, most, now in [*limits, (mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")]:
         if (folder / most).is_file() and (limit := (folder / most).read_text().strip()) != "max":
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

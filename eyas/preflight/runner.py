@@ -11,7 +11,7 @@ from rich.table import Table
 from eyas.config import RunConfig
 from eyas.errors import EyasError, UsageError
 from eyas.preflight import alignment, dry_run, features, model
-from eyas.preflight.finding import Check, Finding, NotMade, Subject
+from eyas.preflight.finding import Check, Finding, NotMade, Subject, error, info
 from eyas.progress import console
 
 CHECKS = [*features.CHECKS, *alignment.CHECKS, *model.CHECKS, *dry_run.CHECKS]
@@ -29,26 +29,23 @@ def run_preflight(
     {"ok", "seconds", "stages": [{"name", "status", "seconds", "findings": [{"check", "level", "message", "hint",
     "evidence"}]}]}; `ok` is False when any finding is an error. Raises UsageError for an unknown name.
     """
-    stages, skip = stages or STAGES, skip or []
-    names = [c.name for c in CHECKS]
-    for name in [n for n in stages if n not in STAGES] + [n for n in skip if n not in STAGES + names]:
+    stages, skip, names = stages or STAGES, skip or [], [c.name for c in CHECKS]
+    for name in {*stages} - {*STAGES} | {*skip} - {*STAGES, *names}:
         raise UsageError(f"no preflight {name!r}", f"stages: {', '.join(STAGES)}; checks: {', '.join(names)}")
     return run_checks(Subject(config), [c for c in CHECKS if c.stage in stages], skip)
 
 
 def run_checks(subject: Subject, checks: list[Check], skip: list[str]) -> dict[str, Any]:
     """Run `checks` in the order given; see `run_preflight`."""
-    begin = time.perf_counter()
+    begin, report = time.perf_counter(), []
     state: dict[str, str] = {}  # check -> "ran", "failed", "was skipped" or "left out"
-    report: list[dict[str, Any]] = []
     for stage in dict.fromkeys(c.stage for c in checks):
         start, findings = time.perf_counter(), []
         mine = [c for c in checks if c.stage == stage]
         for check in mine:
             state[check.name], found = _run(subject, check, skip, state)
-            findings += [
-                {"check": check.name, **json.loads(json.dumps(vars(f)), parse_constant=str)} for f in found
-            ]
+            findings += [{"check": check.name} | vars(f) for f in found]
+        findings = json.loads(json.dumps(findings), parse_constant=str)  # NaN and infinity become text
         levels = {f["level"] for f in findings}
         status = "failed" if "error" in levels else "warned" if "warning" in levels else "passed"
         if {state[c.name] for c in mine} <= {"was skipped", "left out"}:
@@ -62,21 +59,21 @@ def run_checks(subject: Subject, checks: list[Check], skip: list[str]) -> dict[s
 def _run(subject: Subject, check: Check, skip: list[str], state: dict[str, str]) -> tuple[str, list[Finding]]:
     """State and findings of one check."""
     if check.name in skip or check.stage in skip:
-        return "left out", [Finding("info", "skipped: asked for")]
+        return "left out", [info("skipped: asked for")]
     for need in check.needs:
         if state.get(need) in ("failed", "was skipped"):
-            return "was skipped", [Finding("info", f"skipped: {need} {state[need]}")]
+            return "was skipped", [info(f"skipped: {need} {state[need]}")]
     found: list[Finding] = []
     try:
         found.extend(check.run(subject))
     except NotMade as e:
-        return "was skipped", [Finding("info", f"skipped: {e}", "make it with `eyas run CONFIG`")]
+        return "was skipped", [info(f"skipped: {e}", "make it with `eyas run CONFIG`")]
     except EyasError as e:
-        found.append(Finding("error", e.message, e.hint))
+        found.append(error(e.message, e.hint))
     except Exception as e:  # a check that crashes has found something too
         at = traceback.extract_tb(e.__traceback__)[-1]
-        evidence = {"at": f"{at.filename}:{at.lineno}"}
-        found.append(Finding("error", f"the check itself failed: {type(e).__name__}: {e}", evidence=evidence))
+        text = f"the check itself failed: {type(e).__name__}: {e}"
+        found.append(error(text, evidence={"at": f"{at.filename}:{at.lineno}"}))
     return "failed" if any(f.level == "error" for f in found) else "ran", found
 
 
@@ -84,9 +81,8 @@ def render(result: dict[str, Any]) -> None:
     """Print a result of `run_preflight` to stderr."""
     table = Table("stage", "check", "finding", title="preflight", title_justify="left")
     for stage in result["stages"]:
-        head = (
-            f"[{COLOURS[stage['status']]}]{stage['name']}\n{stage['status']}[/] [dim]{stage['seconds']:.1f} s[/]"
-        )
+        status = stage["status"]
+        head = f"[{COLOURS[status]}]{stage['name']}\n{status}[/] [dim]{stage['seconds']:.1f} s[/]"
         for i, f in enumerate(stage["findings"]):
             text = f"[{COLOURS[f['level']]}]{f['level']}[/] {escape(f['message'])}"
             text += f"\n[dim]→ {escape(f['hint'])}[/]" if f["hint"] else ""

@@ -39,9 +39,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     """Everything the page shows, as plain values; figures by the id of their place."""
     names = [s.name for s in STAGES if s.name != "report"]
     results = {n: r for n in [*names, "preflight"] if (r := _json(run_dir / n / "result.json")) is not None}
-    sets = results.get("evaluate", {}).get("sets", {})
-    config = run_dir / "run.yaml"
-    findings = _findings(results)
+    sets, findings, config = results.get("evaluate", {}).get("sets", {}), _findings(results), run_dir / "run.yaml"
     return {
         "name": run_dir.resolve().name,
         "target": RunConfig.load(config).target.model if config.is_file() else "",
@@ -67,14 +65,12 @@ def _figures(sets: dict[str, Any], rows: list[dict[str, Any]], results: dict[str
         "heldout": plots.curves(rows, {"eval.tau": "held-out"}, "τ"),
         "accuracy": plots.curves(rows, accuracy, "share right"),
         "lr": plots.curves(rows, {"train.lr": "learning rate"}, "learning rate"),
-        "alpha": plots.acceptance(rates) if rates else None,
-        "time": plots.bars(seconds, f"seconds, {sum(seconds.values()):,.0f} in all", digits=1)
-        if seconds
-        else None,
+        "alpha": plots.acceptance(rates),
+        "time": plots.bars(seconds, f"seconds, {sum(seconds.values()):,.0f} in all", digits=1),
     }
     for i, part in enumerate(sets.values()):
         taus = {c: v["tau"] for c, v in part["by_category"].items() if v["tau"] is not None}
-        figures[f"tau-{i}"] = plots.bars(taus, "τ", digits=2) if taus else None
+        figures[f"tau-{i}"] = plots.bars(taus, "τ", digits=2)
     return {place: figure for place, figure in figures.items() if figure}
 
 
@@ -84,24 +80,16 @@ def _findings(results: dict[str, Any]) -> list[dict[str, Any]]:
     for layout, checked in results.get("export", {}).get("verify", {}).items():
         parts.append((f"export: {layout}", "passed" if checked["ok"] else "failed", checked))
     blank, quiet = {"check": "", "hint": ""}, [{"level": "info", "message": "nothing wrong found"}]
-    return [
-        blank | f | {"where": where, "status": status}
-        for where, status, p in parts
-        for f in p["findings"] or quiet
-    ]
+    return [blank | f | {"where": w, "status": status} for w, status, p in parts for f in p["findings"] or quiet]
 
 
 def _problems(results: dict[str, Any], findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every warning and error that the run's own results carry, the worst first."""
-    told = {
-        n: r.get("warnings", []) for n, r in results.items() if n != "export"
-    }  # export's are its findings again
+    told = {name: r.get("warnings", []) for name, r in results.items() if name != "export"}  # its are findings too
     found = [(name, "warning", text) for name, texts in told.items() for text in texts]
+    kinds = (("different", "error", "not by rounding"), ("ties", "warning", "at a near tie"))
     for name, part in results.get("evaluate", {}).get("sets", {}).items():
-        for verdict, level, why in (
-            ("different", "error", "not by rounding"),
-            ("ties", "warning", "at a near tie"),
-        ):
+        for verdict, level, why in kinds:
             if count := part[verdict]:
                 text = f"{name}: {count} of {part['prompts']} outputs part from plain decoding, {why}"
                 found.append(("evaluate", level, text))
@@ -140,4 +128,4 @@ def _json(path: Path) -> Any:
 
 
 def _jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
+    return [json.loads(line) for line in path.read_text().split("\n") if line.strip()] if path.is_file() else []

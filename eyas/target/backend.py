@@ -42,18 +42,18 @@ class Target:
         attention: str = "sdpa",
         trust_remote_code: bool = False,
     ) -> "Target":
-        """Load the weights, in the dtype of `resolve_dtype`. Raises EyasError where transformers cannot."""
+        """dtype "auto": the checkpoint's own on a GPU, float32 on a CPU. Raises EyasError where it cannot load."""
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         if console.quiet or not sys.stderr.isatty():
             disable_progress_bar()
-
+        kind = dtype if dtype != "auto" else "float32" if device == "cpu" else spec.dtype
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 spec.path,
                 output_loading_info=True,
-                dtype=resolve_dtype(spec, dtype, device),
+                dtype=getattr(torch, kind),
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
             )
@@ -85,15 +85,11 @@ class Target:
         Boundary i is the input of block i; boundary L the output of the last block. A batch gives the states that
         its samples have alone. lm_head is not computed. Raises EyasError for unfit layers or samples.
         """
-        last = self.spec.num_layers
-        wanted = {*check_aux_layers(aux_layers, last), last}
-        if any(len(ids) == 0 for ids in batch):
-            raise EyasError("a sample without tokens cannot be run")
-        width = max(map(len, batch))
+        last, width = self.spec.num_layers, max(map(len, batch))
         # Padding stands on the right, where no real token of a causal decoder sees it: no mask is needed, and
         # attention takes the same fast causal path for a batch as for a sample alone.
         padded = [[*ids, *[ids[-1]] * (width - len(ids))] for ids in batch]
-        with self.boundaries(wanted) as states:
+        with self.boundaries({*check_aux_layers(aux_layers, last), last}) as states:
             self.decoder(input_ids=torch.tensor(padded, device=self.device), use_cache=False)
         captured = []
         for row, ids in enumerate(batch):
@@ -105,21 +101,15 @@ class Target:
     def boundaries(self, wanted: set[int]) -> Iterator[dict[int, Tensor]]:
         """Collect the boundary states [B, T, H] of one forward pass. The hooks go away whatever happens."""
         states: dict[int, Tensor] = {}
-
-        def keep(index: int, value: Any) -> None:
-            state = value[0] if isinstance(value, tuple) else value
-            if not isinstance(state, Tensor) or state.dim() != 3 or state.shape[-1] != self.spec.hidden_size:
-                why = f"blocks of {self.spec.model_type} do not hand one hidden state on"
-                raise EyasError(f"{self.spec.name} cannot be a target: {why} (boundary {index})")
-            states[index] = state
+        last = len(self.blocks)
 
         def enter(index: int, _: nn.Module, args: tuple, kwargs: dict) -> None:
-            keep(index, args[0] if args else kwargs.get("hidden_states"))
+            states[index] = args[0] if args else kwargs["hidden_states"]
 
         def leave(_: nn.Module, __: tuple, output: Any) -> None:
-            keep(len(self.blocks), output)
+            states[last] = output[0] if isinstance(output, tuple) else output
 
-        inner = sorted(wanted - {len(self.blocks)})
+        inner = wanted - {last}
         handles = [self.blocks[i].register_forward_pre_hook(partial(enter, i), with_kwargs=True) for i in inner]
         handles.append(self.blocks[-1].register_forward_hook(leave))
         try:
@@ -127,11 +117,6 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def resolve_dtype(spec: TargetSpec, dtype: str, device: str) -> torch.dtype:
-    """What `target.dtype` means here; "auto": the checkpoint's own on a GPU, float32 on a CPU."""
-    return getattr(torch, dtype if dtype != "auto" else "float32" if device == "cpu" else spec.dtype)
 
 
 def _decoder(model: nn.Module, spec: TargetSpec) -> tuple[nn.Module, nn.ModuleList]:

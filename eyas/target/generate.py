@@ -27,11 +27,10 @@ class KVLayer(DynamicLayer):
             )
             self.device, self.is_initialized = key_states.device, True
         assert self.keys is not None and self.values is not None
-        end = self.length + key_states.shape[-2]
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        start, self.length = self.length, self.length + key_states.shape[-2]
+        self.keys[:, :, start : self.length] = key_states
+        self.values[:, :, start : self.length] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def get_seq_length(self, *_: Any) -> int:
         return self.length
@@ -57,22 +56,19 @@ def generate(
     if unknown := kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
         raise EyasError(f"{target.spec.name}: answers cannot be generated with layers of type {sorted(unknown)}")
     window = target.spec.max_position_embeddings
-    for i, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < window:
-            raise EyasError(f"prompt {i} has {len(prompt)} tokens; expected 1 to {window - 1}")
+    if unfit := [len(p) for p in prompts if not 0 < len(p) < window]:
+        raise EyasError(f"prompts of {unfit} tokens; expected 1 to {window - 1}")
     limits = [min(max_new_tokens, window - len(p)) for p in prompts]
-    generators = [_generator(seed, p) for p in prompts] if temperature > 0 else []
-    eos = set(target.spec.eos_token_ids)
+    generators, eos = [_generator(seed, p) for p in prompts], set(target.spec.eos_token_ids)
     width, device = max(map(len, prompts)), target.device
     room = width + max(limits)
     layers = [KVLayer(room) for _ in range(target.spec.num_layers)]
     # Sliding-window layers keep all that they saw, too: their mask hides what is too old.
     cache = Cache(layers=[*layers])
     tokens = torch.tensor([[p[0]] * (width - len(p)) + p for p in prompts], device=device)  # [B, width]
-    mask = torch.zeros(len(prompts), room, dtype=torch.long, device=device)  # [B, room]
-    for row, prompt in enumerate(prompts):
-        mask[row, width - len(prompt) :] = 1
-    positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)  # [B, width]
+    padding = torch.tensor([[width - len(p)] for p in prompts], device=device)  # [B, 1]
+    mask = (torch.arange(room, device=device) >= padding).long()  # [B, room]
+    positions = (torch.arange(width, device=device) - padding).clamp(min=0)  # [B, width]
     answers: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # the prompt that each row of the batch answers
     finished: set[int] = set()
@@ -93,8 +89,7 @@ def generate(
                 answers[row].append(token)
                 if token in eos or len(answers[row]) == limits[row]:
                     finished.add(row)
-        going = [i for i, row in enumerate(rows) if row not in finished]
-        if not going:
+        if not (going := [i for i, row in enumerate(rows) if row not in finished]):
             return answers
         positions = positions[:, -1:] + 1  # [B, 1]
         if len(going) <= len(rows) // 2:

@@ -18,7 +18,7 @@ TAIL = 1 << 16  # bytes at a shard's end that go into its mark: other weights of
 
 @dataclass(frozen=True)
 class Shards:
-    """`where[tensor name] -> (file, header entry {"dtype", "shape", "data_offsets"})`."""
+    """`where[tensor name]` is (file, header entry {"dtype", "shape", "data_offsets"})."""
 
     folder: Path
     files: list[Path]
@@ -61,10 +61,9 @@ class Shards:
         size = file.stat().st_size
         with open(file, "rb") as f:
             head = f.read(8)
-            digest = hashlib.sha256(str(size).encode() + head + f.read(int.from_bytes(head, "little")))
+            marked = str(size).encode() + head + f.read(int.from_bytes(head, "little"))
             f.seek(max(0, size - TAIL))
-            digest.update(f.read())
-        return digest.hexdigest()
+            return hashlib.sha256(marked + f.read()).hexdigest()
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -50,8 +50,16 @@ class TargetSpec:
         """Read a folder or a hub id (fetched into the hub cache). Raises EyasError naming what is missing."""
         path = _folder(str(model), revision)
         config, shards = _Decoder(path / "config.json"), Shards.open(path)
-        config.check_computation()
-        hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+        config.check_head()
+        sizes = (
+            "hidden_size",
+            "num_attention_heads",
+            "intermediate_size",
+            "vocab_size",
+            "max_position_embeddings",
+        )
+        numbers = {key: config.integer(key) for key in sizes}
+        heads = numbers["num_attention_heads"]
         latent = config.get("kv_lora_rank") is not None
         tied = config.get("tie_word_embeddings")
         dtype = config.get("dtype") or config.get("torch_dtype") or shards.dtype()
@@ -59,17 +67,13 @@ class TargetSpec:
             path=path,
             name=str(model),
             model_type=config.model_type,
-            architectures=list(config.top.get("architectures") or []),
+            architectures=config.architectures,
             num_layers=config.integer("num_hidden_layers"),
-            hidden_size=hidden,
-            intermediate_size=config.integer("intermediate_size"),
-            num_attention_heads=heads,
+            **numbers,
             num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("v_head_dim" if latent else "head_dim") or hidden // heads,
-            vocab_size=config.integer("vocab_size"),
+            head_dim=config.get("v_head_dim" if latent else "head_dim") or numbers["hidden_size"] // heads,
             rms_norm_eps=float(config.need("rms_norm_eps")),
             rope_parameters=config.rope(),
-            max_position_embeddings=config.integer("max_position_embeddings"),
             # Families differ in the default, so the checkpoint decides what the config does not say.
             tie_word_embeddings=bool(tied) if tied is not None else not shards.ending("lm_head.weight"),
             hidden_act=config.get("hidden_activation") or config.need("hidden_act"),
@@ -89,33 +93,21 @@ def check_aux_layers(ids: list[int], num_layers: int) -> list[int]:
     if ids and ids[0] >= 0 and ids[-1] <= num_layers and all(a < b for a, b in pairwise(ids)):
         return ids
     fit = f"distinct, ascending boundary ids in 0..{num_layers} (i = the state entering block i)"
-    example = sorted({1, num_layers // 2, num_layers - 1} - {0})
-    raise UsageError(
-        f"aux layers {ids} do not fit a target of {num_layers} layers: expected {fit}",
-        f"set extract.aux_layers, for example to {example}",
-    )
+    hint = f"set extract.aux_layers, for example to {sorted({1, num_layers // 2, num_layers - 1} - {0})}"
+    raise UsageError(f"aux layers {ids} do not fit a target of {num_layers} layers: expected {fit}", hint)
 
 
 class _Decoder:
     """The decoder's settings: its own sub-config where there is one, the top level for what is not there."""
 
     def __init__(self, file: Path):
-        self.file, self.top, self.where = file, _read_json(file), "the top level"
-        self.sub = self.top
-        while inner := next((k for k in SUB_CONFIGS if isinstance(self.sub.get(k), dict)), None):
-            self.sub, self.where = self.sub[inner], f"`{inner}`"
-        self.model_type = str(self.sub.get("model_type") or self.top.get("model_type"))
-        if self.model_type.startswith("gemma"):
-            # Gemma's published configs leave out whatever equals transformers' default of the class. Elsewhere an
-            # absent size means a damaged config and stays an error.
-            from transformers import AutoConfig
-
-            given = {k: v for k, v in self.sub.items() if k != "model_type"}
-            self.sub = AutoConfig.for_model(self.model_type, **given).to_dict() | self.sub
-
-    def get(self, key: str) -> Any:
-        value = self.sub.get(key)
-        return self.top.get(key) if value is None else value
+        self.file, self.where = file, "the top level"
+        top = sub = _read_json(file)
+        while inner := next((k for k in SUB_CONFIGS if isinstance(sub.get(k), dict)), None):
+            sub, self.where = sub[inner], f"`{inner}`"
+        self.architectures: list[str] = top.get("architectures") or []
+        self.get = (top | {k: v for k, v in sub.items() if v is not None}).get
+        self.model_type = str(self.get("model_type"))
 
     def need(self, key: str) -> Any:
         if (value := self.get(key)) is None:
@@ -124,14 +116,13 @@ class _Decoder:
         return value
 
     def integer(self, key: str) -> int:
-        value = self.need(key)
-        if type(value) is not int or value < 1:
+        if type(value := self.need(key)) is not int or value < 1:
             raise EyasError(
                 f"{self.file}: `{key}` under {self.where} is {value!r}, expected a whole number above 0"
             )
         return value
 
-    def check_computation(self) -> None:
+    def check_head(self) -> None:
         """Refuse targets whose logits are not softmax(lm_head(RMSNorm(x)))."""
         if self.get("rms_norm_eps") is None and (self.get("layer_norm_eps") or self.get("layer_norm_epsilon")):
             raise EyasError(f"{self.file}: {self.model_type} uses LayerNorm; only RMSNorm targets are supported")
@@ -151,15 +142,11 @@ class _Decoder:
                 )
             _say_once(f"{self.file}: rotary settings for {layer_types}: the draft takes those of full_attention")
             found = found["full_attention"]
-        rest = {k: v for k, v in found.items() if k not in ("type", "rope_type", "rope_theta") and v is not None}
-        theta = found.get("rope_theta", self.get("rope_theta"))
-        if theta is None:
-            raise EyasError(
-                f"{self.file}: neither `rope_theta` nor `rope_parameters.rope_theta` under {self.where}",
-                'a rotary base is never guessed: add "rope_theta" (transformers assumes 10000.0 for most)',
-            )
-        kind = found.get("rope_type") or found.get("type") or "default"
-        return {"rope_type": kind, "rope_theta": float(theta), **rest}
+        if (theta := found.get("rope_theta", self.get("rope_theta"))) is None:
+            hint = 'a rotary base is never guessed: add "rope_theta" (transformers assumes 10000.0 for most)'
+            raise EyasError(f"{self.file}: neither `rope_theta` nor `rope_parameters.rope_theta` is there", hint)
+        both = {"rope_type": found.get("type") or "default", **found, "rope_theta": float(theta)}
+        return {k: v for k, v in both.items() if k != "type" and v is not None}
 
     def eos(self) -> list[int]:
         """Ids that end an answer; generation_config.json goes first, as in transformers and vLLM."""
@@ -186,10 +173,8 @@ def _folder(model: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=beside))
     except Exception as e:  # the hub client raises a dozen kinds; all mean that the target cannot be had
-        raise EyasError(
-            f"target {model!r} is no folder here and could not be had from the hub ({type(e).__name__}: {e})",
-            "check the name and the network; `hf auth login` for gated models",
-        ) from e
+        hint = "check the name and the network; `hf auth login` for gated models"
+        raise EyasError(f"target {model!r} is no folder here and not to be had from the hub: {e!r}", hint) from e
 
 
 def _read_json(path: Path) -> dict[str, Any]:

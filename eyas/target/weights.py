@@ -32,12 +32,11 @@ class TargetWeights:
         return found[0]
 
     def find(self, suffix: str, *leading: int) -> Tensor:
-        """The decoder's tensor of that name, or the only one ending so, of shape [*leading, H]. Raises EyasError."""
-        matches, expected = self.shards.ending(suffix), [*leading, self.spec.hidden_size]
-        tensor = self.shards.read(matches[0] if len(matches) == 1 else self.prefix + suffix)
-        if list(tensor.shape) != expected:
-            found = f"{suffix} is {list(tensor.shape)}, config.json says {expected}"
-            raise EyasError(f"{self.spec.path}: {found}")
+        """The decoder's tensor of that name, or the only one ending so; [*leading, H], else EyasError."""
+        matches, own = self.shards.ending(suffix), self.prefix + suffix
+        tensor = self.shards.read(matches[0] if len(matches) == 1 else own)
+        if (found := list(tensor.shape)) != (expected := [*leading, self.spec.hidden_size]):
+            raise EyasError(f"{self.spec.path}: {suffix} is {found}, config.json says {expected}")
         return tensor
 
     def embed_tokens(self) -> Tensor:
@@ -50,10 +49,8 @@ class TargetWeights:
         if self.shards.ending("lm_head.weight"):
             return self.find("lm_head.weight", self.spec.vocab_size)
         if not self.spec.tie_word_embeddings:
-            raise EyasError(
-                f"{self.spec.path}: no tensor ends with lm_head.weight, and tie_word_embeddings is false",
-                "fetch the missing shard; or, if the head is the embedding, say so in config.json",
-            )
+            found = "no tensor ends with lm_head.weight, and tie_word_embeddings is false"
+            raise EyasError(f"{self.spec.path}: {found}", "fetch the missing shard, or correct config.json")
         return self.embed_tokens()
 
     def final_norm(self) -> FinalNorm:

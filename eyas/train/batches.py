@@ -4,10 +4,9 @@ The order is a function of (seed, epoch) alone, so the number of optimiser steps
 """
 
 import heapq
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,22 +14,16 @@ import torch
 from eyas.draft import TrainBatch
 from eyas.features.contract import Features
 
-In = TypeVar("In")
-Out = TypeVar("Out")
 WINDOW = 16  # optimiser steps levelled together: wide enough to fill batches, narrow enough to keep them random
 
 
 def plan_epoch(lengths: np.ndarray, budget: int, seed: int, epoch: int, group: int = 1) -> list[np.ndarray]:
-    """Micro-batches of one epoch, each an ascending array of sample indices.
+    """Micro-batches of one epoch, each an ascending array of sample indices; lengths [S] in tokens.
 
     The samples are shuffled, cut into windows, and each window is levelled: longest first into the emptiest
-    micro-batch, so all hold nearly the same number of tokens and none more than `budget`.
-
-    Args:
-        lengths: [S] tokens of each sample; a longer one than `budget` counts as `budget` (it is cut at its end).
-        budget: largest number of tokens in one micro-batch.
-        group: micro-batches of one optimiser step (over all ranks). The number of micro-batches is a multiple of
-            it wherever there are samples enough, so that every step is a full one.
+    micro-batch, so all hold nearly the same number of tokens and none more than `budget`, at which longer samples
+    are cut. Their number is a multiple of `group`, the micro-batches of one optimiser step, wherever there are
+    samples enough.
     """
     size = np.minimum(lengths, budget)
     total = int(size.sum())
@@ -63,11 +56,10 @@ def _level(part: np.ndarray, size: np.ndarray, count: int, budget: int) -> list[
 
 
 class StepPlan(NamedTuple):
-    """One optimiser step."""
-
     epoch: int
     batches: list[np.ndarray]  # sample indices of each micro-batch
     ends_epoch: bool
+    tokens: int
 
 
 def plan_steps(
@@ -78,11 +70,12 @@ def plan_steps(
     The last step of an epoch has fewer than `group` micro-batches only when there are fewer samples than that.
     """
     steps: list[StepPlan] = []
-    epoch = 0
+    size, epoch = np.minimum(lengths, budget), 0
     while len(steps) < max_steps if max_steps else epoch < epochs:
         batches = plan_epoch(lengths, budget, seed, epoch, group)
-        starts = range(0, len(batches), group)
-        steps += [StepPlan(epoch, batches[i : i + group], i == starts[-1]) for i in starts]
+        for i in range(0, len(batches), group):
+            mine = batches[i : i + group]
+            steps.append(StepPlan(epoch, mine, i + group >= len(batches), int(size[np.concatenate(mine)].sum())))
         epoch += 1
     return steps[:max_steps]
 
@@ -92,29 +85,24 @@ def pack(samples: Iterable[Features], budget: int) -> TrainBatch:
 
     A sample of T tokens gives T-1 rows; tokens after the first `budget` are cut off. The tensors own their memory.
     """
-    ids, aux, targets, supervised, lengths = [], [], [], [], []
+    parts = []
     for f in samples:
         end = min(len(f.token_ids), budget)
         mask = f.loss_mask[1:end]
         skip = int(f.loss_mask[0])  # token 0 is nobody's row, so its target state is nobody's target
-        ids.append(f.token_ids[1:end])
-        aux.append(f.aux_hidden_states[: end - 1].flatten(1))  # [end-1, A*H]
-        targets.append(f.last_hidden_state[skip : skip + int(mask.sum())])
-        supervised.append(mask)
-        lengths.append(end - 1)
-    count = torch.tensor(lengths)
+        targets = f.last_hidden_state[skip : skip + int(mask.sum())]
+        parts.append((f.token_ids[1:end], f.aux_hidden_states[: end - 1].flatten(1), targets, mask))
+    count = torch.tensor([len(mask) for *_, mask in parts])
     end = count.cumsum(0)
-    starts, ends = (x.repeat_interleave(count) for x in (end - count, end))
-    return TrainBatch(torch.cat(ids), torch.cat(aux), torch.cat(targets), torch.cat(supervised), starts, ends)
+    documents = (x.repeat_interleave(count) for x in (end - count, end))
+    return TrainBatch(*map(torch.cat, zip(*parts, strict=True)), *documents)
 
 
-def prefetch(load: Callable[[In], Out], items: Sequence[In]) -> Iterator[tuple[In, Out, float]]:
-    """(item, load(item), seconds waited for it); a thread loads the next item while the caller uses this one."""
+def prefetch(load: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """(item, load(item)) of each; a thread loads the next item while the caller uses this one."""
     with ThreadPoolExecutor(1) as pool:
         pending = [pool.submit(load, item) for item in items[:1]]
         for i, item in enumerate(items):
-            clock = time.perf_counter()
             loaded = pending.pop().result()
-            waited = time.perf_counter() - clock
             pending = [pool.submit(load, following) for following in items[i + 1 : i + 2]]
-            yield item, loaded, waited
+            yield item, loaded

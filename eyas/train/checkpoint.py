@@ -19,22 +19,20 @@ from eyas.draft import Eagle3DraftModel, save_draft
 from eyas.errors import EyasError
 from eyas.files import atomic, fsync
 from eyas.progress import say, warn
+from eyas.train.optim import adamw
 
-FORMAT = {"format": "eyas-checkpoint", "version": 1, "world_size": 1}
 COUNTS = ("tokens", "supervised", "rows_computed", "rows_total")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PROGRESS = ("step", "counts", "evals", "best")
 MAY_CHANGE = {"epochs", "max_steps", "eval_every", "checkpoint_every", "keep_checkpoints"}  # when resuming
 
 
 @dataclass
 class Training:
     """A draft in training. `step`, the optimiser steps done, is also the position in the data and in the learning
-    rate schedule: both follow from the seed and the config.
-    """
+    rate schedule: both follow from the seed and the config."""
 
-    model: Eagle3DraftModel
-    optimizer: torch.optim.AdamW
-    noise: torch.Generator
+    model: Eagle3DraftModel  # on its device
     config: TrainConfig
     seed: int
     step: int = 0
@@ -42,16 +40,21 @@ class Training:
     evals: list[dict[str, Any]] = field(default_factory=list)  # held-out evaluations, each with its step
     best: int | None = None  # step of the best one
 
+    def __post_init__(self) -> None:
+        self.optimizer = adamw(self.model, self.config)
+        self.noise = torch.Generator(self.model.fc.weight.device).manual_seed(self.seed)
+
     def settings(self) -> dict[str, Any]:
-        return {"seed": self.seed, **self.config.model_dump(mode="json")}
+        """All that a checkpoint must agree with: the format, the run's settings, the draft's shape."""
+        settings = {"format": "eyas-checkpoint", "version": 2, "world_size": 1, "seed": self.seed}
+        return settings | self.config.model_dump(mode="json") | self.model.config.to_dict()
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def judge(self, row: dict[str, Any]) -> None:
         """Note an evaluation of this step: the best so far if its τ is higher, or equal with a lower loss."""
-        best = max(self.evals, key=_rank, default=None)
-        if best is None or _rank(row) > _rank(best):
+        if not self.evals or _rank(row) > max(map(_rank, self.evals)):
             self.best = self.step
         self.evals.append({"step": self.step, **row})
 
@@ -79,8 +82,8 @@ def save(root: Path, training: Training, provenance: dict[str, Any]) -> None:
     tensors = {f"{m}.{name}": adam[p][m].contiguous() for name, p in training.trained().items() for m in MOMENTS}
     save_file(tensors | {"noise_rng": training.noise.get_state()}, temporary / "optimizer.safetensors")
     files = sorted(temporary.iterdir())
-    state = {**FORMAT, **{k: getattr(training, k) for k in ("step", "counts", "evals", "best")}}
-    state |= {"settings": training.settings(), "files": {f.name: f.stat().st_size for f in files}}
+    state = {"settings": training.settings(), "files": {f.name: f.stat().st_size for f in files}}
+    state |= {key: getattr(training, key) for key in PROGRESS}
     (temporary / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False) + "\n")
     for path in [*files, temporary / "state.json", temporary]:
         fsync(path)
@@ -95,35 +98,26 @@ def save(root: Path, training: Training, provenance: dict[str, Any]) -> None:
 def resume(root: Path, training: Training) -> None:
     """Bring `training` to the newest whole checkpoint, if there is one.
 
-    Raises EyasError when it was made with other settings (other than how long to train and what to keep), or when
-    a tensor is missing or of another shape.
+    Raises EyasError when it was made with other settings, other than how long to train and what to keep.
     """
-    found = newest(root)
-    if found is None:
+    if (found := newest(root)) is None:
         return
     folder, state = found
     now, then = training.settings(), state["settings"]
     changed = {k: f"{k} {then.get(k)} -> {now.get(k)}" for k in sorted(now | then) if now.get(k) != then.get(k)}
     if changed.keys() - MAY_CHANGE:
-        raise EyasError(
-            f"{folder} was made with other settings: {', '.join(changed.values())}",
-            f"restore them, or delete {root} to train afresh",
-        )
-    weights, tensors = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
+        hint = f"restore them, or delete {root} to train afresh"
+        raise EyasError(f"{folder} was made with other settings: {', '.join(changed.values())}", hint)
+    training.model.load_state_dict(load_file(folder / "model.safetensors"))
+    tensors = load_file(folder / "optimizer.safetensors")
     for name, p in training.trained().items():
-        kept = {name: weights.get(name)} | {f"{m}.{name}": tensors.get(f"{m}.{name}") for m in MOMENTS}
-        for key, tensor in kept.items():
-            if tensor is None or tensor.shape != p.shape:
-                shape = "nothing" if tensor is None else list(tensor.shape)
-                raise EyasError(f"{folder}: {key}: expected shape {list(p.shape)}, found {shape}")
         moments = {m: tensors[f"{m}.{name}"].to(p.device) for m in MOMENTS}
         training.optimizer.state[p] = {"step": torch.tensor(float(state["step"]), device=p.device), **moments}
-    training.model.load_state_dict(weights)
     if tensors["noise_rng"].shape == training.noise.get_state().shape:
         training.noise.set_state(tensors["noise_rng"])
     else:
         warn(f"{folder} was written on another kind of device: its random state is ignored")
-    for key in ("step", "counts", "evals", "best"):
+    for key in PROGRESS:
         setattr(training, key, state[key])
     if training.best is not None and not folder_of(root, training.best).is_dir():
         warn(f"the best checkpoint so far, step {training.best}, is gone: the best of what follows is kept")
@@ -138,31 +132,27 @@ def newest(root: Path) -> tuple[Path, dict[str, Any]] | None:
         shutil.rmtree(temporary)
     for step in reversed(all_steps(root)):
         folder = folder_of(root, step)
-        if (fault := _fault(folder)) is None:
-            return folder, json.loads((folder / "state.json").read_text())
+        if isinstance(found := _state(folder), dict):
+            return folder, found
         shutil.rmtree(folder)
         older = all_steps(root)
-        instead = (
-            f"trying {folder_of(root, older[-1]).name}" if older else "there is no older one: starting afresh"
-        )
-        warn(f"checkpoint {folder} is not whole: {fault}; {instead}")
+        instead = f"trying {folder_of(root, older[-1]).name}" if older else "no older one: starting afresh"
+        warn(f"checkpoint {folder} is not whole: {found}; {instead}")
     return None
 
 
-def _fault(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None."""
+def _state(folder: Path) -> dict[str, Any] | str:
+    """A checkpoint's `state.json`, or the reason why it cannot be used."""
     try:
-        listed: dict[str, int] = json.loads((folder / "state.json").read_text())["files"]
-    except FileNotFoundError:
-        return "state.json is missing"
+        state = json.loads((folder / "state.json").read_text())
+        for name, expected in state["files"].items():
+            if (size := (folder / name).stat().st_size) != expected:
+                return f"{name} has {size} bytes, expected {expected}"
+    except FileNotFoundError as e:
+        return f"{Path(e.filename).name} is missing"
     except (ValueError, KeyError) as e:
         return f"state.json cannot be read ({e!r})"
-    for name, expected in listed.items():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if (size := (folder / name).stat().st_size) != expected:
-            return f"{name} has {size} bytes, expected {expected}"
-    return None
+    return state
 
 
 def publish(root: Path, step: int, out: Path) -> None:
@@ -178,10 +168,8 @@ def check_disk(root: Path, training: Training) -> None:
     weights = sum(t.nbytes for t in training.model.state_dict().values())
     each = weights + sum(p.numel() * 4 * len(MOMENTS) for p in training.trained().values())
     there = sum(f.stat().st_size for f in root.rglob("*") if f.is_file())
-    needed, free = (training.config.keep_checkpoints + 2) * each + weights - there, shutil.disk_usage(root).free
-    if needed > free:
-        raise EyasError(
-            f"{root}: {training.config.keep_checkpoints + 2} checkpoints (with the best and one being written) of "
-            f"{each / 1e9:.2f} GB and the result need {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free",
-            "free some space, or lower train.keep_checkpoints",
-        )
+    number, free = training.config.keep_checkpoints + 2, shutil.disk_usage(root).free
+    if (needed := number * each + weights - there) > free:
+        listed = f"{number} checkpoints (one being written) of {each / 1e9:.2f} GB and the result"
+        found = f"{root}: {listed} need {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free"
+        raise EyasError(found, "free some space, or lower train.keep_checkpoints")

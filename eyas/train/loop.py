@@ -7,11 +7,11 @@ moments are float32; with bfloat16 only the matrix products are, over copies cas
 
 import math
 import time
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -25,7 +25,7 @@ from eyas.train import checkpoint
 from eyas.train.batches import StepPlan, pack, plan_epoch, plan_steps, prefetch
 from eyas.train.checkpoint import Training
 from eyas.train.metrics import Metrics
-from eyas.train.optim import adamw, clip_gradients, learning_rate
+from eyas.train.optim import clip_gradients, learning_rate
 from eyas.train.replay import replay
 
 
@@ -46,35 +46,26 @@ def fit(
     not finite.
     """
     plan, warnings = plan_run(data, heldout, config, seed)
-    noise = torch.Generator(model.fc.weight.device).manual_seed(seed)
-    training = Training(model.train(), adamw(model, config), noise, config, seed)
+    training = Training(model.train(), config, seed)
     root = out / "checkpoints"
     checkpoint.resume(root, training)
     checkpoint.check_disk(root, training)
-    say(
-        f"draft of 1 layer, {sum(p.numel() for p in training.trained().values()):,} trained parameters; loss "
-        f"KL(target || draft) over {config.ttt_steps} TTT steps; {len(plan)} optimiser steps, "
-        f"{products(training)} products on {noise.device}"
-    )
-    try_largest(training, data, plan)
+    size = sum(p.numel() for p in training.trained().values())
+    say(f"draft of 1 layer, {size:,} trained parameters; loss KL(target || draft), {config.ttt_steps} TTT steps")
+    say(f"{len(plan)} optimiser steps, {products(training)} products on {training.noise.device}")
     metrics = Metrics(out / "logs", training.step)
-    sizes = np.minimum(data.lengths, config.batch_tokens)
-    todo = [(step, sum(int(sizes[indices].sum()) for indices in step.batches)) for step in plan[training.step :]]
-    spent, waited, tokens_done = 0.0, 0.0, 0
-
-    with bar("train", sum(tokens for _, tokens in todo), "tok") as shown:
-        for (step, tokens), batches, wait in prefetch(lambda s: load(data, s[0], config.batch_tokens), todo):
-            clock = time.perf_counter()
-            lr = learning_rate(training.step, len(plan), config)
-            row = optimiser_step(
-                training, batches, lr, [[data.ids[i] for i in indices] for indices in step.batches]
-            )
-            training.counts["tokens"] += tokens
-            seconds = time.perf_counter() - clock + wait
-            spent, waited, tokens_done = spent + seconds, waited + wait, tokens_done + tokens
-            speed = {"tokens_per_second": tokens / seconds, "waited_seconds": wait}
-            metrics.write(training.step, "train", row | {"epoch": step.epoch} | speed)
-            shown.update(tokens, f"loss {row['loss']:.3f}")
+    todo = plan[training.step :]
+    tokens, spent, clock = sum(step.tokens for step in todo), 0.0, time.perf_counter()
+    with bar("train", tokens, "tok") as shown:
+        for step, batches in prefetch(lambda s: [load(data, b, config) for b in s.batches], todo):
+            names = [[data.ids[i] for i in indices] for indices in step.batches]
+            row = optimiser_step(training, batches, learning_rate(training.step, len(plan), config), names)
+            training.counts["tokens"] += step.tokens
+            seconds = time.perf_counter() - clock  # waiting for data included
+            spent += seconds
+            row |= {"epoch": step.epoch, "tokens_per_second": step.tokens / seconds}
+            metrics.write(training.step, "train", row)
+            shown.update(step.tokens, f"loss {row['loss']:.3f}")
 
             last = training.step == len(plan)
             if len(heldout) and (last or is_due(config.eval_every, training.step, step)):
@@ -85,6 +76,7 @@ def fit(
                 say(f"step {training.step}: held-out loss {row['loss']:.4f}, {tau}")
             if last or training.best == training.step or is_due(config.checkpoint_every, training.step, step):
                 checkpoint.save(root, training, provenance or {})
+            clock = time.perf_counter()
     metrics.close()
     checkpoint.publish(root, training.best or training.step, out)
     best = next((e for e in training.evals if e["step"] == training.best), {})
@@ -92,58 +84,34 @@ def fit(
         "counts": {"steps": training.step, **training.counts, "samples": len(data), "heldout": len(heldout)},
         "best_step": training.best,
         **{k: best.get(k) for k in ("tau", "accept_rate_by_position", "loss")},
-        "best": best,
-        "evals": [{k: e[k] for k in ("step", "tau", "loss")} for e in training.evals],
-        "tokens_per_second": tokens_done / spent if spent else None,
-        "wait_share": waited / spent if spent else None,
+        "evals": training.evals,
+        "tokens_per_second": tokens / spent if spent else None,
         "warnings": warnings,
     }
 
 
 def plan_run(data: Store, heldout: Store, config: TrainConfig, seed: int) -> tuple[list[StepPlan], list[str]]:
     """The optimiser steps of the run, and what its user should know about them."""
-    if not len(data):
-        raise EyasError(f"{data.folder} holds no training samples", "see what `prepare` has counted and set aside")
     if not data.supervised_counts.sum():
-        raise EyasError(f"{data.folder} holds no supervised token: there is nothing to learn")
-    arguments = data.lengths, config.batch_tokens, config.accumulation, seed, config.epochs
-    plan, warnings = plan_steps(*arguments, config.max_steps), []
+        found = "no supervised token" if len(data) else "no training samples"
+        raise EyasError(f"{data.folder} holds {found}", "see what `prepare` has counted and set aside")
+    budget, warnings = config.batch_tokens, []
+    arguments = data.lengths, budget, config.accumulation, seed, config.epochs
+    plan = plan_steps(*arguments, config.max_steps)
     if config.max_steps and (whole := len(plan_steps(*arguments))) != config.max_steps:
-        warnings.append(
-            f"max_steps is {config.max_steps}; train.epochs {config.epochs} would be {whole} optimiser steps"
-        )
-    if cut := int((data.lengths > config.batch_tokens).sum()):
-        warnings.append(
-            f"{cut} of {len(data)} samples are longer than train.batch_tokens {config.batch_tokens}: cut there"
-        )
+        text = f"max_steps is {config.max_steps}; train.epochs {config.epochs} would be {whole} optimiser steps"
+        warnings.append(text)
+    if cut := int((data.lengths > budget).sum()):
+        warnings.append(f"{cut} of {len(data)} samples are longer than train.batch_tokens {budget}: cut there")
     if not len(heldout):
-        warnings.append(
-            "no held-out samples, so nothing says which step is best: the last is kept (see data.heldout)"
-        )
+        warnings.append("no held-out samples to tell the best step by: the last is kept (see data.heldout)")
     for text in warnings:
         warn(text)
     return plan, warnings
 
 
-def try_largest(training: Training, data: Store, plan: list[StepPlan]) -> None:
-    """On a GPU, run the micro-batch with most supervised tokens once: too little memory is said now, not in
-    hours."""
-    if training.noise.device.type == "cpu":
-        return
-    supervised, budget = data.supervised_counts, training.config.batch_tokens
-    largest = max((indices for step in plan for indices in step.batches), key=lambda i: supervised[i].sum())
-    try:
-        forward(
-            training, move(pack((data[int(i)] for i in largest), budget), training.noise.device)
-        ).loss.backward()
-    except torch.OutOfMemoryError as e:
-        what = f"{budget} tokens, {supervised[largest].sum()} of them supervised"
-        raise EyasError(f"a micro-batch of {what}, does not fit: {e}", "lower train.batch_tokens") from e
-    training.optimizer.zero_grad()
-
-
-def load(data: Store, step: StepPlan, budget: int) -> list[TrainBatch]:
-    return [pack((data[int(i)] for i in indices), budget) for indices in step.batches]
+def load(data: Store, indices: Iterable[int], config: TrainConfig) -> TrainBatch:
+    return pack((data[i] for i in indices), config.batch_tokens)
 
 
 def is_due(every: int | None, done: int, step: StepPlan) -> bool:
@@ -162,16 +130,16 @@ def optimiser_step(
         group["lr"] = lr
     counted = [counted_rows(b.supervised, b.doc_end, config.ttt_steps) for b in batches]  # each [K, N]
     totals = torch.stack([c.sum(1) for c in counted]).sum(0)  # [K]
-    losses, sums = [], torch.zeros(3, config.ttt_steps, device=device)
+    losses, sums = [], torch.zeros(4, config.ttt_steps, device=device)
     for batch in batches:
         output = forward(training, add_noise(training, move(batch, device)), totals)
         output.loss.backward()
         losses.append(output.loss.detach())
         sums += step_sums(output)
     norm = clip_gradients(list(training.trained().values()), config.grad_clip)
-    numbers = torch.stack([norm, *losses]).tolist()  # the one place that waits for the device
-    checked = [("loss", *pair) for pair in zip(numbers[1:], ids, strict=True)]
-    for what, value, names in [*checked, ("gradient norm", numbers[0], list(chain(*ids)))]:
+    norm, *losses = torch.stack([norm, *losses]).tolist()  # the one place that waits for the device
+    checked = [("loss", *pair) for pair in zip(losses, ids, strict=True)]
+    for what, value, names in [*checked, ("gradient norm", norm, list(chain(*ids)))]:
         if not math.isfinite(value):
             hint = "try a lower train.lr, or train.dtype float32; the checkpoints before this step are kept"
             raise EyasError(f"step {training.step + 1}: the {what} is {value}; samples: {', '.join(names)}", hint)
@@ -181,9 +149,7 @@ def optimiser_step(
     training.counts["supervised"] += sum(len(b.targets) for b in batches)
     training.counts["rows_computed"] += sum(int(c.any(0).sum()) for c in counted)
     training.counts["rows_total"] += sum(len(b.input_ids) for b in batches)
-    kl, hits, overlap = (sums.cpu() / totals.clamp(min=1)).tolist()
-    means = {"loss_by_step": kl, "target_accuracy_by_step": hits, "overlap_by_step": overlap}
-    return {"loss": sum(numbers[1:]), "lr": lr, "grad_norm": numbers[0], **means}
+    return {"loss": sum(losses), "lr": lr, "grad_norm": norm, **step_means(sums)}
 
 
 def move(batch: TrainBatch, device: torch.device) -> TrainBatch:
@@ -221,31 +187,31 @@ def forward(training: Training, batch: TrainBatch, totals: Tensor | None = None)
 
 
 def step_sums(output: TTTOutput) -> Tensor:
-    """[3, K]: KL, arg-max hits and overlap, each summed over the rows counted at TTT step k."""
-    return torch.stack([output.kl.float(), output.hits.float(), output.overlap.float()])
+    """[4, K]: KL, arg-max hits and overlap, each summed over the rows counted at TTT step k; and their number."""
+    return torch.stack([x.float() for x in (output.kl, output.hits, output.overlap, output.counts)])
+
+
+def step_means(sums: Tensor) -> dict[str, list[float]]:
+    """Means of `step_sums`. `overlap_by_step`: of sum_v min(target, draft), the acceptance of sampled drafts;
+    `target_accuracy_by_step`: share of rows whose arg-max is the target's over the draft vocabulary."""
+    kl, hits, overlap = (sums[:3] / sums[3].clamp(min=1)).tolist()
+    return {"loss_by_step": kl, "target_accuracy_by_step": hits, "overlap_by_step": overlap}
 
 
 @torch.no_grad()
 def evaluate(training: Training, heldout: Store) -> dict[str, Any]:
-    """Loss and replayed acceptance (`Replay.summary`) over all held-out samples: ratios of sums.
-
-    `overlap_by_step`: mean of sum_v min(target, draft) at TTT step k, the acceptance of sampled drafts.
-    `target_accuracy_by_step`: share of rows whose arg-max is the target's over the draft vocabulary.
-    """
-    config, device = training.config, training.noise.device
-    sums, walked = torch.zeros(3, config.ttt_steps, dtype=torch.float64), []
-    counts = torch.zeros(config.ttt_steps, dtype=torch.int64)
+    """Loss and replayed acceptance (`Replay.summary`) over all held-out samples: ratios of sums."""
+    config = training.config
+    sums, walked = torch.zeros(4, config.ttt_steps, dtype=torch.float64), []
     training.model.eval()
     plan = plan_epoch(heldout.lengths, config.batch_tokens, seed=0, epoch=0)
-    for _, batch, _ in prefetch(lambda ids: pack((heldout[int(i)] for i in ids), config.batch_tokens), plan):
-        output = forward(training, move(batch, device))
+    for _, batch in prefetch(lambda indices: load(heldout, indices, config), plan):
+        output = forward(training, move(batch, training.noise.device))
         sums += step_sums(output).cpu()
-        counts += output.counts.cpu()
-        rows = (x.numpy() for x in (output.draft_tokens.cpu(), batch.input_ids, batch.supervised, batch.doc_end))
-        walked.append(replay(*rows))
+        rows = (output.draft_tokens.cpu(), batch.input_ids, batch.supervised, batch.doc_end)
+        walked.append(replay(*(x.numpy() for x in rows)))
     training.model.train()
-    kl, hits, overlap = (sums / counts.clamp(min=1)).tolist()
+    means = step_means(sums)
     weights = [config.ttt_decay**k for k in range(config.ttt_steps)]
-    loss = sum(w * x for w, x in zip(weights, kl, strict=True)) / sum(weights)
-    means = {"loss_by_step": kl, "target_accuracy_by_step": hits, "overlap_by_step": overlap}
+    loss = sum(w * x for w, x in zip(weights, means["loss_by_step"], strict=True)) / sum(weights)
     return {"loss": loss, **means, **sum(walked[1:], walked[0]).summary()}

@@ -11,16 +11,13 @@ from eyas.config import TrainConfig
 def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; weight decay on matrices only."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
+    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
-    """Rate of optimiser step `step` (the first is 0) of `total`: linear warm-up to `lr`, cosine to `min_lr` *
-    `lr`."""
+    """Rate of optimiser step `step` (from 0) of `total`: linear warm-up to `lr`, cosine to `min_lr` * `lr`."""
     warm = round(config.warmup * total)
     if step < warm:
         return config.lr * (step + 1) / warm

@@ -207,15 +207,6 @@ def test_a_killed_run_goes_on_from_its_last_batch_to_the_same_bytes(tmp_path, ta
     assert digest(ctx) == digest(whole)
 
 
-def test_provenance_stands_beside_the_conversations(tmp_path, target):
-    ctx = context(tmp_path, target, ROWS[:1], temperature=0.7)
-    regenerate.run(ctx)
-    made_by = json.loads((ctx.out / "provenance.json").read_text())
-    assert made_by["target"]["fingerprint"] == TargetSpec.load(target).fingerprint
-    assert made_by["decoding"]["temperature"] == 0.7 and made_by["decoding"]["seed"] == 0
-    assert made_by["dtype"] == "float32"
-
-
 def test_nothing_to_answer_is_said(tmp_path, target, capsys):
     ctx = context(tmp_path, target, [ROWS[2]])
     assert regenerate.run(ctx)["warnings"]

@@ -1,12 +1,9 @@
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import eyas.draft
 from eyas.draft import load_draft, save_draft
 from eyas.errors import EyasError
 from tests.draft import reference
@@ -52,12 +49,3 @@ def test_what_is_no_draft_is_refused(make_draft, target, tmp_path):
         f.truncate(1000)
     with pytest.raises(EyasError, match=r"model.safetensors cannot be read"):
         load_draft(tmp_path, target[1])
-
-
-@pytest.mark.slow
-def test_names_load_on_first_use():
-    code = "import sys, eyas.draft as d; print('torch' in sys.modules, 'TrainBatch' in dir(d), d.Eagle3DraftModel)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out == "False True <class 'eyas.draft.model.Eagle3DraftModel'>\n"
-    with pytest.raises(AttributeError):
-        _ = eyas.draft.nothing

@@ -201,9 +201,7 @@ def test_the_public_form_agrees_with_the_compact_one(make_draft, make_documents)
     }
     compact = model(batch=batch, ttt_steps=3, ttt_step_loss_decay=1.0)
     tokens, loss, metrics = model(**keys, verifier_last_hidden_states=padded(last))
-    again = model(**keys, verifier_last_hidden_states=batch.targets)
     torch.testing.assert_close(loss, compact.loss)
-    torch.testing.assert_close(again[1], compact.loss)
     assert [t.shape for t in tokens] == [(1, rows + padding)] * 3
     for k in range(3):
         seen = compact.draft_tokens[k] >= 0

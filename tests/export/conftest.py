@@ -61,7 +61,7 @@ def write_folder(folder, layout: str, draft, spec, change=None, dtype=torch.bflo
         change(config)
     (folder / "config.json").write_text(json.dumps(config))
     state = {n: t.to(dtype) if t.is_floating_point() else t for n, t in draft.state_dict().items()}
-    named = {module.tensor_name(n): t for n, t in state.items()} | (tensors or {})
+    named = {n.replace("layers.0.", module.LAYER): t for n, t in state.items()} | (tensors or {})
     save_file({n: t.contiguous() for n, t in named.items() if t is not None}, folder / "model.safetensors")
     return folder
 

@@ -73,7 +73,7 @@ def test_rope_reads_the_same_in_both_spellings(draft, spec, layout, rope):
     assert layer["rope_theta"] == rope["rope_theta"]
     found = Findings()
     shape = read_shape(config, layout, spec, found)
-    assert shape and shape.rope_parameters == rope and found.ok
+    assert shape and shape.rope_parameters == rope and not found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -88,7 +88,6 @@ def test_norm_before_residual_comes_back_from_vllm_and_is_refused_for_sglang(spe
     config = trained(spec, norm_before_residual=True).config
     read = read_shape(vllm.config(config, spec, "bfloat16", 3), "vllm", spec, Findings())
     assert read and read.norm_before_residual
-    vllm.check(config, spec)
     with pytest.raises(EyasError, match="SGLang has no norm_before_residual") as e:
         sglang.check(config, spec)
     assert "export.layouts to [vllm]" in e.value.hint
@@ -98,7 +97,6 @@ def test_one_aux_layer_is_refused_for_sglang_and_counted_for_vllm(draft, spec):
     config = replace(draft.config, aux_layers=(6,))
     with pytest.raises(EyasError, match="a single aux layer never passes fc"):
         sglang.check(config, spec)
-    vllm.check(config, spec)
     written = vllm.config(config, spec, "bfloat16", 3)
     assert written["transformer_layer_config"]["num_aux_hidden_states"] == 1
 
@@ -131,12 +129,6 @@ def test_boundaries_that_sglang_cannot_name_are_refused(draft, spec, model_type,
         sglang.check(replace(draft.config, aux_layers=aux), target)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_activation_no_engine_has_is_refused(draft, spec, layout):
-    with pytest.raises(EyasError, match="gelu"):
-        LAYOUTS[layout].check(replace(draft.config, hidden_act="gelu"), spec)
-
-
 def test_tensor_names_and_shapes_are_those_of_the_speculators_layout(draft):
     assert {n: (list(t.shape), t.dtype) for n, t in draft.state_dict().items()} == {
         "fc.weight": ([32, 96], torch.float32),
@@ -155,8 +147,7 @@ def test_tensor_names_and_shapes_are_those_of_the_speculators_layout(draft):
         "d2t": ([100], torch.int64),
         "t2d": ([320], torch.bool),
     }
-    assert sglang.tensor_name("layers.0.mlp.up_proj.weight") == "midlayer.mlp.up_proj.weight"
-    assert sglang.tensor_name("fc.weight") == "fc.weight"
+    assert (vllm.LAYER, sglang.LAYER) == ("layers.0.", "midlayer.")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from eyas.errors import UsageError
 from eyas.export.verify import check, verify
@@ -97,32 +97,29 @@ def test_too_short_samples_are_said_to_prove_nothing(tmp_path, spec, draft, feat
     assert result["ok"] and "no logits were compared" in warnings(result)
 
 
-@pytest.mark.parametrize("name", ["fc.weight", Q, "lm_head.weight", "norm.weight", "d2t"])
+@pytest.mark.parametrize("name", ["fc.weight", Q, "lm_head.weight", "norm.weight", "d2t", "t2d"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_missing_tensor_is_an_error(tmp_path, draft, spec, layout, name):
-    result = mutated(tmp_path, draft, spec, layout, tensors={LAYOUTS[layout].tensor_name(name): None})
+    result = mutated(
+        tmp_path, draft, spec, layout, tensors={name.replace("layers.0.", LAYOUTS[layout].LAYER): None}
+    )
     assert not result["ok"] and f"{name} [" in errors(result) and "is missing" in errors(result)
 
 
-def test_t2d_may_be_missing(tmp_path, draft, spec):
-    result = mutated(tmp_path, draft, spec, tensors={"t2d": None})
-    assert result["ok"] and any("t2d is not there" in f["message"] for f in result["findings"])
-
-
-def test_unknown_tensors_are_errors_where_they_matter(tmp_path, draft, spec):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unknown_tensors_are_errors(tmp_path, draft, spec, layout):
     extra = {"verifier_norm.weight": torch.ones(32), "layers.0.self_attn.q_norm.weight": torch.ones(8)}
-    assert not mutated(tmp_path, draft, spec, "vllm", tensors={"verifier_norm.weight": torch.ones(32)})["ok"]
-    assert mutated(tmp_path, draft, spec, "sglang", tensors={"verifier_norm.weight": torch.ones(32)})["ok"]
-    result = mutated(tmp_path, draft, spec, "sglang", tensors=extra)
-    assert "q_norm.weight is not part" in errors(result) and "verifier_norm.weight" in warnings(result)
+    found = errors(mutated(tmp_path, draft, spec, layout, tensors=extra))
+    assert "q_norm.weight is not part of this draft" in found and "verifier_norm.weight is not part" in found
 
 
 def test_wrong_shapes_and_types_are_named(tmp_path, draft, spec):
-    tensors = {Q: torch.ones(32, 32).bfloat16(), "d2t": draft.d2t.int(), "t2d": draft.t2d[None]}
+    tensors = {Q: torch.ones(32, 32).bfloat16(), "t2d": draft.t2d[None]}
     found = errors(mutated(tmp_path, draft, spec, tensors=tensors))
     assert f"{Q}: expected [32, 64], found [32, 32]" in found
-    assert "d2t: expected torch.int64, found torch.int32" in found
     assert "t2d: expected [320], found [1, 320]" in found
+    found = errors(mutated(tmp_path, draft, spec, tensors={"d2t": draft.d2t.int()}))
+    assert "d2t: expected 1-D int64, found int32" in found
 
 
 def test_what_sglang_cannot_capture_is_an_error(tmp_path, draft, spec):
@@ -159,23 +156,12 @@ def test_absolute_ids_in_d2t_are_told_from_offsets(tmp_path, draft, spec):
     assert "decode to target id" in errors(mutated(tmp_path, draft, spec, tensors={"d2t": twice}))
 
 
-@pytest.mark.parametrize(
-    ("value", "level", "message"),
-    [
-        (float("nan"), "error", "has 1 values that are NaN or infinite"),
-        (float("-inf"), "error", "has 1 values that are NaN or infinite"),
-        (0.0, "warning", "is 0.0 everywhere"),
-        (0.5, "warning", "is 0.5 everywhere"),
-    ],
-)
-def test_values_no_training_leaves_behind(tmp_path, draft, spec, value, level, message):
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_values_no_training_leaves_behind(tmp_path, draft, spec, value):
     tensor = draft.state_dict()[Q].clone()
-    if level == "error":
-        tensor[3, 4] = value
-    else:
-        tensor.fill_(value)
-    result = mutated(tmp_path, draft, spec, tensors={Q: tensor.bfloat16()})
-    assert any(f["level"] == level and message in f["message"] and Q in f["message"] for f in result["findings"])
+    tensor[3, 4] = value
+    found = errors(mutated(tmp_path, draft, spec, tensors={Q: tensor.bfloat16()}))
+    assert f"{Q} has 1 values that are NaN or infinite" in found
 
 
 def test_an_all_zero_head_is_an_error(tmp_path, draft, spec):
@@ -274,17 +260,6 @@ def test_an_authors_checkpoint_is_read_from_a_pickle_of_weights_only(tmp_path, d
 class Evil:
     def __reduce__(self):
         return print, ("this must not run",)
-
-
-def test_legacy_norm_names_are_renamed(tmp_path, spec):
-    draft = trained(spec, fc_norm=True)
-    folder = write_folder(tmp_path / "out", "sglang", draft, spec)
-    old = {f"fc_norm.{j}.": f"aux_norm_{n}." for j, n in enumerate(("low", "mid", "high"))}
-    state = load_file(folder / "model.safetensors")
-    for new, name in old.items():
-        state = {k.replace(new, name): v for k, v in state.items()}
-    save_file(state, folder / "model.safetensors")
-    assert check(folder, spec)["ok"]
 
 
 def test_folders_that_are_no_draft(tmp_path, spec, draft):

@@ -209,7 +209,7 @@ def test_estimated_activations_are_close_to_what_autograd_keeps(make_run, steps,
     own = {t.untyped_storage().data_ptr() for t in [*draft.parameters(), *draft.buffers()]}
     real = sum(size for place, size in held.items() if place not in own)
     config = subject.config.train.model_copy(update={"batch_tokens": len(batch.input_ids)})
-    parts = model.memory_parts(subject.shape, config, 1, float(supervised.float().mean()), "cpu")
+    parts = model.memory_parts(draft.config, config, 1, float(supervised.float().mean()), "cpu")
     assert 0.5 < parts["activations"] / real < 2.0
 
 

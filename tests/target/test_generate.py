@@ -69,10 +69,6 @@ def test_an_answer_ends_where_the_target_s_window_does(tmp_path):
             generate(target, [[20], bad], 4, 0.0, 1.0, 0)
 
 
-def test_no_prompts_give_no_answers(tmp_path):
-    assert generate(load(tmp_path, "llama"), [], 4, 0.0, 1.0, 0) == []
-
-
 def test_sampled_answers_depend_on_seed_and_prompt_but_not_on_the_batch(tmp_path):
     target, prompts = load(tmp_path, "llama"), prompts_of(8)
     together = generate(target, prompts, 12, 1.0, 0.9, seed=5)

@@ -31,8 +31,3 @@ def test_the_norm_equals_the_family_s_own_bit_by_bit(family, dtype):
 def test_the_weight_moves_with_the_module_but_is_not_trained():
     norm = FinalNorm(torch.ones(4), 1e-6)
     assert not list(norm.parameters()) and norm.to(torch.float64).weight.dtype == torch.float64
-
-
-def test_an_unknown_flavour_is_refused():
-    with pytest.raises(ValueError, match="layernorm"):
-        FinalNorm(torch.ones(4), 1e-6, "layernorm")

@@ -60,14 +60,6 @@ def test_a_missing_attribute_of_a_flat_config_is_named(llama):
         TargetSpec.load(edit(llama, hidden_size=None))
 
 
-def test_what_gemma_s_published_configs_leave_out_is_the_class_default(tmp_path):
-    folder = edit(
-        save_model(tmp_path, "gemma3_text"), num_attention_heads=None, vocab_size=None, rms_norm_eps=None
-    )
-    spec = TargetSpec.load(folder)
-    assert (spec.num_attention_heads, spec.vocab_size, spec.rms_norm_eps) == (8, 262_208, 1e-6)
-
-
 def test_left_out_heads_of_keys_and_width_follow_the_query_heads(llama):
     spec = TargetSpec.load(edit(llama, head_dim=None, num_key_value_heads=None))
     assert (spec.head_dim, spec.num_key_value_heads) == (8, 4)

@@ -19,12 +19,11 @@ from eyas.train.batches import pack
 from eyas.train.checkpoint import Training
 from eyas.train.loop import evaluate, fit, forward, optimiser_step
 from eyas.train.metrics import Metrics
-from eyas.train.optim import adamw
 from eyas.train.replay import replay
 
 
 def training_of(model, config):
-    return Training(model, adamw(model, config), torch.Generator().manual_seed(0), config, seed=0)
+    return Training(model, config, seed=0)
 
 
 def names_of(batches):
@@ -321,9 +320,8 @@ def test_replay_is_what_the_engine_accepts(target, new_draft, stores, settings):
         with torch.no_grad():
             guesses = forward(training, batch).draft_tokens.numpy()
         replayed = replay(guesses, batch.input_ids.numpy(), batch.supervised.numpy(), batch.doc_end.numpy())
-        for drafted in (1, 2, 3):
-            rounds = speculative_decode(engine, model, ids, 24, drafted).rounds
-            assert replayed.rounds[drafted - 1] == len(rounds)
+        rounds = speculative_decode(engine, model, ids, 24, 3).rounds
+        assert replayed.rounds == len(rounds)
         assert replayed.accepted.tolist() == [sum(m > k for m in rounds) for k in range(3)]
         accepted += sum(rounds)
     assert accepted > 5
