@@ -297,8 +297,8 @@ def _summary(result: dict[str, Any]) -> None:
     for name, part in evaluated.get("sets", {}).items():
         if part.get("tau") is not None:
             same = f"{part['identical']}/{part['prompts']} outputs identical"
-            speed = f"{part['speculative_tok_s']:.1f} tok/s against {part['baseline_tok_s']:.1f} ({part['speedup']:.2f}x)"
-            say(f"{name}: tau {part['tau']:.2f} tokens per target pass, {same}, {speed}")
+            rates = f"{part['speculative_tok_s']:.1f} tok/s against {part['baseline_tok_s']:.1f}"
+            say(f"{name}: tau {part['tau']:.2f} tokens per target pass, {same}, {rates} ({part['speedup']:.2f}x)")
     page = Path(result["run_dir"]) / "report" / "index.html"
     if page.is_file():
         say(f"report: {os.path.relpath(page)}")

@@ -1,8 +1,8 @@
 """Stages, their manifests, and what is fresh.
 
 A stage is a function `run(ctx) -> result` that writes files into `ctx.out`. That folder is `<stage>.partial`
-until the manifest, written last, is in it; then it takes the stage's name. A stage that is killed finds what it had
-already written in `ctx.out` when it runs again with the same fingerprint, and goes on. Files under `logs/` and
+until the manifest, written last, is in it; then it takes the stage's name. A stage that is killed finds what it
+had already written in `ctx.out` when it runs again with the same fingerprint, and goes on. Files under `logs/` and
 `result.json` hold timings and are not part of a stage's digest; all else must come out the same, byte for byte.
 """
 

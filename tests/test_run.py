@@ -146,10 +146,9 @@ def test_one_stage_alone_refuses_to_start_on_missing_inputs(folder):
 
 def test_two_processes_cannot_work_in_one_run(folder):
     settings = RunConfig.load(config(folder, "locked"))
-    with pytest.raises(EyasError, match="another eyas process"):
-        (Path(settings.run_dir)).mkdir()
-        with pipeline._lock(Path(settings.run_dir)):
-            pipeline.run(settings, only="prepare")
+    Path(settings.run_dir).mkdir()
+    with pipeline._lock(Path(settings.run_dir)), pytest.raises(EyasError, match="another eyas process"):
+        pipeline.run(settings, only="prepare")
 
 
 def test_a_missing_data_file_is_wrong_usage_and_names_the_file(folder):
@@ -161,14 +160,16 @@ def test_a_missing_data_file_is_wrong_usage_and_names_the_file(folder):
 
 @pytest.mark.parametrize(
     ("args", "code"),
-    [(["--help"], 0), (["--version"], 0), (["run", "--help"], 0), (["preflight", "--help"], 0), (["fly"], 2), ([], 2)],
+    [(["--help"], 0), (["--version"], 0), (["run", "-h"], 0), (["preflight", "-h"], 0), (["fly"], 2), ([], 2)],
 )
 def test_help_and_wrong_usage_exit_as_promised(args, code):
     assert eyas(*args).returncode == code
 
 
 def test_light_commands_import_nothing_heavy():
-    script = "import sys; from eyas.cli import run; run(['config', 'explain', '--json']); print(sorted(sys.modules))"
+    script = (
+        "import sys; from eyas.cli import run; run(['config', 'explain', '--json']); print(sorted(sys.modules))"
+    )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     modules = out.splitlines()[-1]
     for heavy in ("'torch'", "'transformers'", "'datasets'", "'plotly'"):

@@ -1,4 +1,4 @@
-"""Small real things for tests: a random decoder with a trained tokenizer and a ChatML template, and conversations."""
+"""Small real things for tests: a random decoder with a trained tokenizer and a template, and conversations."""
 
 import json
 from pathlib import Path
@@ -8,11 +8,12 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-WORDS = "the sun rises over a quiet river and small birds sing to every child who walks along its green banks".split()
+SENTENCE = "the sun rises over a quiet river and small birds sing to every child who walks on its banks"
+WORDS = SENTENCE.split()
 
 
 def make_target(folder: Path, *, layers: int = 6, seed: int = 0, **overrides) -> Path:
-    """Save a random Llama (H 32, 4/2 heads, vocabulary 320) and a byte-level BPE tokenizer with special tokens."""
+    """Save a random Llama (H 32, 4/2 heads, vocabulary 320) and a byte-level BPE tokenizer with ChatML."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

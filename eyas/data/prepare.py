@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+
 from eyas.config import DataConfig
 from eyas.data.conversation import BadRow, Conversation, parse
 from eyas.data.read import Row, read_rows

@@ -25,10 +25,9 @@ def init_weights(
     Returns {"copied": {tensor: source}, "random": {tensor: why not copied}, "constant": {tensor: value and why}}.
     """
     final_norm, head = weights.final_norm(), weights.lm_head()
-    found = {
-        "lm_head.weight": (head[model.draft_ids().to(head.device)], "lm_head rows of the draft vocabulary"),
-        "norm.weight": (_norm(final_norm.weight, final_norm.flavour), "final norm"),
-    }
+    rows = head[model.draft_ids().to(head.device)]
+    found = {"lm_head.weight": (rows, "lm_head rows of the draft vocabulary")}
+    found["norm.weight"] = (_norm(final_norm.weight, final_norm.flavour), "final norm")
     refused: dict[str, str] = {}
     if mode == "target":
         more, refused = _last_layer(model, weights, spec, final_norm.flavour)

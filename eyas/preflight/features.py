@@ -20,16 +20,11 @@ def store_is_this_targets(s: Subject) -> Iterator[Finding]:
         yield error(f"{store.folder} holds no supervised token", "see prepare's counts and examples")
         return
     share = supervised / tokens
-    evidence = {"samples": len(store), "tokens": tokens, "share": share}
-    text = f"{len(store):,} samples, {tokens:,} tokens of {store.meta.target}, {share:.0%} supervised"
-    yield info(text, evidence=evidence)
+    yield info(f"{len(store):,} samples, {tokens:,} tokens of {store.meta.target}, {share:.0%} supervised")
     if share >= 0.95:
-        yield warning("prompts seem to be supervised too", "look at prepare's examples", evidence)
+        yield warning("prompts seem to be supervised too", "look at prepare's examples", {"share": share})
     if empty := int((store.supervised_counts == 0).sum()):
         yield warning(f"{empty} samples have no supervised token and teach nothing")
-    for first in store.skipped[:1]:
-        reason = f"the first: {first['id']} ({first['reason']})"
-        yield warning(f"extraction left out {len(store.skipped)} samples, {reason}")
 
 
 def heldout_is_there(s: Subject) -> Iterator[Finding]:

@@ -9,13 +9,14 @@ _HOMES = {
     "eyas.draft.config": ["Eagle3DraftConfig"],
     "eyas.draft.model": ["Eagle3DraftModel"],
     "eyas.train.dataset": [
-        "BatchType", "Eagle3SampleFileDataset", "StandardizeFnSig", "create_collate_fn", "list_files", "shift_batch",
-        "slice_and_pad_to_length", "split_files", "standardize_data_v0", "standardize_data_v1",
+        "BatchType", "Eagle3SampleFileDataset", "StandardizeFnSig", "create_collate_fn", "list_files",
+        "shift_batch", "slice_and_pad_to_length", "split_files", "standardize_data_v0", "standardize_data_v1",
     ],
     "eyas.train.noise": ["AddGaussianNoise", "AddUniformNoise", "TransformTensors"],
     "eyas.vocab": ["build_vocab_mappings_from_distribution"],
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str):

@@ -65,10 +65,7 @@ class StepPlan(NamedTuple):
 def plan_steps(
     lengths: np.ndarray, budget: int, group: int, seed: int, epochs: int, max_steps: int | None = None
 ) -> list[StepPlan]:
-    """Every optimiser step: `epochs` passes, or exactly `max_steps` steps through as many passes as that takes.
-
-    The last step of an epoch has fewer than `group` micro-batches only when there are fewer samples than that.
-    """
+    """Every optimiser step: `epochs` passes, or exactly `max_steps` steps through as many passes as that takes."""
     steps: list[StepPlan] = []
     size, epoch = np.minimum(lengths, budget), 0
     while len(steps) < max_steps if max_steps else epoch < epochs:
@@ -81,10 +78,8 @@ def plan_steps(
 
 
 def pack(samples: Iterable[Features], budget: int) -> TrainBatch:
-    """Join samples into shifted rows: row t of a sample holds token t+1, aux states t, and the target of t+1.
-
-    A sample of T tokens gives T-1 rows; tokens after the first `budget` are cut off. The tensors own their memory.
-    """
+    """Join samples into shifted rows: row t of a sample holds token t+1, aux states t, and the target of t+1. T tokens
+    give T-1 rows; those after the first `budget` are cut off. The tensors own their memory."""
     parts = []
     for f in samples:
         end = min(len(f.token_ids), budget)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-import eyas.train
 from eyas.errors import EyasError
 from eyas.features.contract import FeatureMeta, Features
 from eyas.features.store import StoreWriter
@@ -309,24 +308,3 @@ class TestCollate:
         assert len(plain) == len(workers) == 2
         for a, b in zip(plain, workers, strict=True):
             assert all(torch.equal(a[k], b[k]) for k in KEYS)
-
-
-class TestNames:
-    def test_every_name_is_shown_and_can_be_had(self):
-        wanted = {
-            "Eagle3SampleFileDataset", "create_collate_fn", "shift_batch", "slice_and_pad_to_length",
-            "split_files", "list_files", "standardize_data_v0", "standardize_data_v1", "BatchType",
-            "StandardizeFnSig", "TransformTensors", "AddGaussianNoise", "AddUniformNoise", "Eagle3DraftModel",
-            "Eagle3DraftConfig", "build_vocab_mappings_from_distribution",
-        }  # fmt: skip
-        assert wanted == set(eyas.train.__all__) and wanted <= set(dir(eyas.train))
-        for name in wanted:
-            assert getattr(eyas.train, name) is not None
-
-    def test_callables_and_classes_say_what_they_take(self):
-        for name in set(eyas.train.__all__) - {"BatchType", "StandardizeFnSig"}:
-            assert getattr(eyas.train, name).__doc__, name
-
-    def test_an_unknown_name_is_an_attribute_error(self):
-        with pytest.raises(AttributeError, match="no attribute 'Trainer2'"):
-            eyas.train.Trainer2  # noqa: B018

@@ -17,10 +17,12 @@ def test_the_names_are_shown_and_import_from_the_package():
     assert callable(create_collate_fn) and isinstance(Eagle3SampleFileDataset, type)
 
 
-def test_every_name_shown_exists():
+def test_every_name_shown_exists_and_says_what_it_takes():
     import eyas.train
 
     assert [name for name in dir(eyas.train) if not hasattr(eyas.train, name)] == []
+    callables = set(eyas.train.__all__) - {"BatchType", "StandardizeFnSig"}
+    assert [name for name in callables if not getattr(eyas.train, name).__doc__] == []
 
 
 def test_importing_the_package_does_not_import_torch():
