@@ -78,8 +78,8 @@ def plan_steps(
 
 
 def pack(samples: Iterable[Features], budget: int) -> TrainBatch:
-    """Join samples into shifted rows: row t of a sample holds token t+1, aux states t, and the target of t+1. T tokens
-    give T-1 rows; those after the first `budget` are cut off. The tensors own their memory."""
+    """Join samples into shifted rows: row t of a sample holds token t+1, aux states t, and the target of t+1.
+    T tokens give T-1 rows; those after the first `budget` are cut off. The tensors own their memory."""
     parts = []
     for f in samples:
         end = min(len(f.token_ids), budget)

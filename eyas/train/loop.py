@@ -42,7 +42,7 @@ def fit(
 
     Goes on from the newest whole checkpoint in `out`/checkpoints and ends with the same bytes as without a break.
     Best is the highest replayed τ on `heldout` (ties: the lower loss); without held-out samples, the last step.
-    Returns the stage's result. Raises EyasError for lack of data or disk, or a loss or gradient that is not finite.
+    Returns the stage's result. Raises EyasError for lack of data or disk, or a loss or gradient not finite.
     """
     plan, warnings = plan_run(data, heldout, config, seed)
     training = Training(model.train(), config, seed)
