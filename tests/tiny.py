@@ -8,7 +8,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-SENTENCE = "the sun rises over a quiet river and small birds sing to every child who walks on its banks"
+SENTENCE = "the sun rises over a quiet river and small birds sing to every child who walks along its green banks"
 WORDS = SENTENCE.split()
 
 
