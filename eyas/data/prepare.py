@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -44,6 +45,8 @@ def run(ctx: Context) -> dict[str, Any]:
     work = _Preparation(data, Template(tokenizer))
     with bar("prepare", total, "rows") as progress:
         rows = (progress.update() or row for row in read_rows(sources))
+        if regenerated:  # named from the run's folder, which may be moved
+            rows = (replace(row, file="regenerate/conversations.jsonl") for row in rows)
         write_samples(ctx.out / "samples.parquet", work.samples(rows), noted)
     write_text(ctx.out / "quarantine.jsonl", "".join(json.dumps(line) + "\n" for line in work.quarantine))
     return work.result()

@@ -43,8 +43,8 @@ def run(ctx: Context) -> dict[str, Any]:
         named = {n.replace(vllm.LAYER, module.LAYER): t.contiguous() for n, t in tensors.items()}
         with atomic(folder / "model.safetensors") as temporary:
             save_file(named, temporary, {"format": "pt"})
-        served = f"{config.run_dir}/export/{layout}"
-        write_text(folder / "README.md", model_card(layout, draft.config, spec, served, draft_tokens, origin))
+        card = model_card(layout, draft.config, spec, "PATH/OF/THIS/FOLDER", draft_tokens, origin)
+        write_text(folder / "README.md", card)
         verified[layout] = checked = check(folder, spec, draft, features)
         if wrong := "; ".join(checked["findings"].messages("error")):
             raise EyasError(f"the {layout} export does not prove itself: {wrong}")
