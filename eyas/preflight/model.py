@@ -1,5 +1,6 @@
 """Model: does the draft build, and does training it fit into the memory that is really there?"""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def available_memory(device: str, root: Path = Path("/")) -> int:
     """Free bytes of the GPU; or of the host, where a container's limit counts as well as what the machine has."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info()[0]
+    if not (root / "proc/meminfo").is_file():  # macOS says only how much there is
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     rooms = [int(lines["MemAvailable"].split()[0]) * 1024]
     mount, listed = root / "sys/fs/cgroup", root / "proc/self/cgroup"

@@ -1,6 +1,7 @@
 """Every fault that the checks are there for, made on purpose in an otherwise healthy run, must be named."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -228,3 +229,9 @@ def test_a_containers_limit_counts_not_the_machines_memory(tmp_path):
     assert model.available_memory("cpu", tmp_path) == 1_200_000_000
     (tmp_path / "sys/fs/cgroup/job/memory.max").write_text("max")
     assert model.available_memory("cpu", tmp_path) == 50_000_000 * 1024
+
+
+def test_a_system_without_proc_counts_its_whole_memory(tmp_path):
+    from eyas.preflight.model import available_memory
+
+    assert available_memory("cpu", tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
