@@ -47,9 +47,7 @@ def verify(folder: str | Path, run_dir: str | Path | None = None, target: str | 
 
 def samples(extract: Path) -> list[Features]:
     """A few samples, evenly spaced over the training store."""
-    store = Store(extract / "features" / "train")
-    count = min(SAMPLES, len(store))
-    return [store[i * len(store) // count] for i in range(count)]
+    return Store(extract / "features" / "train").spread(SAMPLES)
 
 
 def check(

@@ -111,6 +111,11 @@ class Store:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def spread(self, most: int) -> list[Features]:
+        """At most `most` samples, evenly spaced over the store."""
+        count = min(most, len(self))
+        return [self[i * len(self) // count] for i in range(count)]
+
     def __getitem__(self, index: int) -> Features:
         """Sample `index`, validated. Its tensors are views of the memory map: clone what you keep or send away."""
         if not 0 <= index < len(self):

@@ -65,8 +65,7 @@ class Subject:
     @cached_property
     def samples(self) -> list[Features]:
         """`preflight.samples` samples, evenly spaced over the store."""
-        count = min(self.config.preflight.samples, len(self.store))
-        return [self.store[i * len(self.store) // count] for i in range(count)]
+        return self.store.spread(self.config.preflight.samples)
 
     def new_draft(self) -> Eagle3DraftModel:
         return new_draft(self.config, self.spec, self.aux_layers, self.folder("vocab"))
