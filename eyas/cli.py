@@ -297,8 +297,11 @@ def _summary(result: dict[str, Any]) -> None:
     for name, part in evaluated.get("sets", {}).items():
         if part.get("tau") is not None:
             same = f"{part['identical']}/{part['prompts']} outputs identical"
-            rates = f"{part['speculative_tok_s']:.1f} tok/s against {part['baseline_tok_s']:.1f}"
-            say(f"{name}: tau {part['tau']:.2f} tokens per target pass, {same}, {rates} ({part['speedup']:.2f}x)")
+            speed = "not timed"
+            if part["speedup"] is not None:
+                rates = f"{part['speculative_tok_s']:.1f} tok/s against {part['baseline_tok_s']:.1f}"
+                speed = f"{rates} ({part['speedup']:.2f}x, {part['timed']} prompts timed)"
+            say(f"{name}: tau {part['tau']:.2f} tokens per target pass, {same}, {speed}")
     page = Path(result["run_dir"]) / "report" / "index.html"
     if page.is_file():
         say(f"report: {os.path.relpath(page)}")

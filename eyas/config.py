@@ -163,6 +163,10 @@ class EvaluateConfig(Section):
     """Tokens decoded for each prompt."""
     draft_tokens: int = Field(default=3, ge=1, le=16)
     """Tokens drafted in a round (a chain)."""
+    timed_prompts: int = Field(default=8, ge=0)
+    """Prompts of each set whose plain decoding is timed alone; the plain answers of the others come in batches."""
+    batch_size: int = Field(default=16, ge=1)
+    """Prompts decoded plainly together."""
 
 
 class ExportConfig(Section):

@@ -18,9 +18,11 @@ from eyas.decode.stats import DEFINITIONS, acceptance
 from eyas.draft.io import load_draft
 from eyas.draft.model import Eagle3DraftModel
 from eyas.files import write_text
+from eyas.kernels.few_rows import use_few_rows
 from eyas.pipeline import Context
 from eyas.progress import bar, warn
 from eyas.target.backend import Target
+from eyas.target.generate import generate
 from eyas.target.spec import TargetSpec
 from eyas.target.weights import TargetWeights
 
@@ -37,6 +39,7 @@ def run(ctx: Context) -> dict[str, Any]:
     spec = TargetSpec.load(own.model, own.revision)
     target = Target.load(spec, own.dtype, ctx.config.torch_device(), own.attention, own.trust_remote_code)
     draft = load_draft(ctx.input("train"), TargetWeights(spec)).to(target.device, target.model.dtype)
+    use_few_rows(draft.requires_grad_(False))
     prompts = heldout_prompts(ctx.input("prepare") / "samples.parquet", spec, config.heldout_prompts)
     more, bad = file_prompts(config, target.tokenizer)
     limit = longest(target, draft)
@@ -59,37 +62,58 @@ def run(ctx: Context) -> dict[str, Any]:
 def decode_all(
     target: Target, draft: Eagle3DraftModel, prompts: list[Prompt], config: EvaluateConfig, out: Path
 ) -> list[dict[str, Any]]:
-    """The rows of `outputs.jsonl`, each with its `seconds` {plain, speculative}; decodes what no run has yet."""
+    """The rows of `outputs.jsonl`, each with its `seconds` {plain, speculative}; decodes what no run has yet.
+
+    The first `config.timed_prompts` of each set are plainly decoded one by one as well, for the speed. The plain
+    answers of the others are made in batches, and their `seconds.plain` is None.
+    """
     journal = out / "logs" / "decoded.jsonl"
     text = journal.read_text() if journal.is_file() else ""
     write_text(journal, text[: text.rfind("\n") + 1])  # what a killed process left of its last line goes
     rows = [json.loads(line) for line in text.split("\n")[:-1]]
-    done = len(rows)
+    first = {name: [p.set for p in prompts].index(name) for name in {p.set for p in prompts}}
+    timed = [i - first[p.set] < config.timed_prompts for i, p in enumerate(prompts)]
     with open(journal, "a", buffering=1) as f, bar("evaluate", len(prompts), "prompts") as progress:
-        progress.update(done)
-        for prompt in prompts[done:]:
-            ids = prompt.prompt_ids
-            room = min(config.max_new_tokens, longest(target, draft) - len(ids))
-            if len(rows) == done:  # warm up: the first calls allocate and choose kernels
-                plain_decode(target, ids, min(room, 4))
-                speculative_decode(target, draft, ids, min(room, 4), config.draft_tokens)
-            plain = plain_decode(target, ids, room)
-            drafted = speculative_decode(target, draft, ids, room, config.draft_tokens)
-            answer = {
-                "prompt": target.tokenizer.decode(ids),
-                "token_ids": drafted.token_ids,
-                "pieces": pieces(target.tokenizer, drafted.token_ids),
-                "rounds": drafted.rounds,
-                "plain_tokens": len(plain.token_ids),
-                **compare(target, ids, plain.token_ids, drafted.token_ids),
-                "seconds": {"plain": plain.seconds, "speculative": drafted.seconds},
-            }
-            rows.append(asdict(prompt) | answer)
-            f.write(_line(rows[-1]))
-            progress.update(1, f"{len(drafted.token_ids) / drafted.seconds:.1f} tok/s")
+        progress.update(done := len(rows))
+        for start in range(0, len(prompts), config.batch_size):
+            batch = range(start, min(start + config.batch_size, len(prompts)))
+            if batch.stop <= done:
+                continue
+            together = [i for i in batch if not timed[i]]  # all of the batch's, which a kill must not change
+            answers = generate(target, [prompts[i].prompt_ids for i in together], config.max_new_tokens)
+            plain = dict(zip(together, answers, strict=True))
+            if not rows[done:]:  # warm up: the first calls allocate and choose kernels
+                _decode(target, draft, prompts[done], config.model_copy(update={"max_new_tokens": 4}), None)
+            for i in batch[max(0, done - start) :]:
+                rows.append(_decode(target, draft, prompts[i], config, plain.get(i)))
+                f.write(_line(rows[-1]))
+                progress.update(1, f"{len(rows[-1]['token_ids']) / rows[-1]['seconds']['speculative']:.1f} tok/s")
     outputs = ({k: v for k, v in row.items() if k != "seconds"} for row in rows)
     write_text(out / "outputs.jsonl", "".join(map(_line, outputs)))
     return rows
+
+
+def _decode(
+    target: Target, draft: Eagle3DraftModel, prompt: Prompt, config: EvaluateConfig, plain: list[int] | None
+) -> dict[str, Any]:
+    """The row of a prompt; a plain answer that is given is not timed."""
+    ids = prompt.prompt_ids
+    room = min(config.max_new_tokens, longest(target, draft) - len(ids))
+    seconds = None
+    if plain is None:
+        timed = plain_decode(target, ids, room)
+        plain, seconds = timed.token_ids, timed.seconds
+    plain = plain[:room]
+    drafted = speculative_decode(target, draft, ids, room, config.draft_tokens)
+    return asdict(prompt) | {
+        "prompt": target.tokenizer.decode(ids),
+        "token_ids": drafted.token_ids,
+        "pieces": pieces(target.tokenizer, drafted.token_ids),
+        "rounds": drafted.rounds,
+        "plain_tokens": len(plain),
+        **compare(target, ids, plain, drafted.token_ids),
+        "seconds": {"plain": seconds, "speculative": drafted.seconds},
+    }
 
 
 def summarise(rows: list[dict[str, Any]], draft_tokens: int) -> dict[str, Any]:
@@ -101,12 +125,15 @@ def summarise(rows: list[dict[str, Any]], draft_tokens: int) -> dict[str, Any]:
         verdicts = Counter(r["verdict"] for r in own)
         found |= {"prompts": len(own), "identical": verdicts["identical"], "ties": verdicts["tie"]}
         found["different"] = verdicts["different"]
-        if not own:
+        timed = [r for r in own if r["seconds"]["plain"] is not None]
+        found["timed"] = len(timed)
+        if not timed:
             speeds = dict.fromkeys(("baseline_tok_s", "speculative_tok_s", "speedup"))
-            found["not_available"] |= dict.fromkeys(speeds, "no prompt was decoded")
+            reason = "no prompt was timed (evaluate.timed_prompts)" if own else "no prompt was decoded"
+            found["not_available"] |= dict.fromkeys(speeds, reason)
             return found | speeds
-        plain = sum(r["plain_tokens"] for r in own) / sum(r["seconds"]["plain"] for r in own)
-        drafted = found["tokens"] / sum(r["seconds"]["speculative"] for r in own)
+        plain = sum(r["plain_tokens"] for r in timed) / sum(r["seconds"]["plain"] for r in timed)
+        drafted = sum(len(r["token_ids"]) for r in timed) / sum(r["seconds"]["speculative"] for r in timed)
         return found | {"baseline_tok_s": plain, "speculative_tok_s": drafted, "speedup": drafted / plain}
 
     sets = {}

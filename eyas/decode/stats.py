@@ -18,6 +18,7 @@ DEFINITIONS = {
     "unconditional_rate_by_position": "rounds that accepted position k and all before it / all rounds",
     "draft_acceptance_rate": "accepted tokens / drafted tokens; bonus tokens are not counted",
     "tok_s": "new tokens / wall seconds of decoding a prompt, the pass over the prompt included",
+    "timed": "prompts decoded one by one both ways (evaluate.timed_prompts); the speeds are theirs",
     "speedup": "speculative_tok_s / baseline_tok_s",
     "identical": "prompts whose speculative output equals plain greedy decoding token by token",
     "ties": "prompts that part where rounding decides: recomputed on the common prefix, the target's logits of "

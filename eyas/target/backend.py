@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.errors import EyasError
+from eyas.kernels.few_rows import use_few_rows
 from eyas.progress import console
 from eyas.target.spec import TargetSpec, check_aux_layers
 from eyas.target.tokenizer import load_tokenizer
@@ -32,6 +33,7 @@ class Target:
         self.model: Any = model.eval().requires_grad_(False)
         self.spec, self.trust_remote_code = spec, trust_remote_code
         self.decoder, self.blocks = _decoder(model, spec)
+        use_few_rows(model)
 
     @classmethod
     def load(

@@ -45,7 +45,12 @@ class KVLayer(DynamicLayer):
 
 @torch.inference_mode()
 def generate(
-    target: Target, prompts: list[list[int]], max_new_tokens: int, temperature: float, top_p: float, seed: int
+    target: Target,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
 ) -> list[list[int]]:
     """New ids of each prompt, its eos included; at most `max_new_tokens`, or what the target's window leaves.
 
@@ -55,6 +60,8 @@ def generate(
     kinds = set(getattr(target.model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     if unknown := kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
         raise EyasError(f"{target.spec.name}: answers cannot be generated with layers of type {sorted(unknown)}")
+    if not prompts:
+        return []
     window = target.spec.max_position_embeddings
     if unfit := [len(p) for p in prompts if not 0 < len(p) < window]:
         raise EyasError(f"prompts of {unfit} tokens; expected 1 to {window - 1}")

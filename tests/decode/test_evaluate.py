@@ -121,6 +121,22 @@ def test_a_killed_run_goes_on_to_the_same_bytes(evaluated, target, questions, tm
     assert result["counts"]["prompts"] == 9 and result["speedup"] > 0
 
 
+@pytest.mark.parametrize("left", [0, 3, 6])
+def test_batched_plain_answers_are_those_of_single_ones(evaluated, target, questions, tmp_path, left):
+    whole, alone = evaluated
+    ctx = make_run(tmp_path, target, prompts=[str(questions)], limit=4, timed_prompts=1, batch_size=4)
+    lines = (whole.out / "logs" / "decoded.jsonl").read_bytes().splitlines(keepends=True)
+    (ctx.out / "logs" / "decoded.jsonl").write_bytes(b"".join(lines[:left]))
+    result = evaluate.run(ctx)
+    assert (ctx.out / "outputs.jsonl").read_bytes() == (whole.out / "outputs.jsonl").read_bytes()
+    assert result["ok"] and result["identical"] == 5 and result["tau"] == alone["tau"]
+    if not left:
+        assert {name: s["timed"] for name, s in result["sets"].items()} == {"heldout": 1, "questions": 1}
+        untimed = [c for s in result["sets"].values() for c in s["by_category"].values() if not c["timed"]]
+        reasons = {c["not_available"]["speedup"] for c in untimed}
+        assert reasons == {"no prompt was timed (evaluate.timed_prompts)"}
+
+
 def test_without_prompts_figures_are_null_with_reasons(target, tmp_path):
     result = evaluate.run(make_run(tmp_path, target, heldout_prompts=0))
     assert result["tau"] is None and result["speedup"] is None and result["prompts"] == 0
