@@ -1,5 +1,6 @@
 """What a check is, what it may say, and the run it looks at."""
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -33,11 +34,41 @@ class NotMade(Exception):
     """Raised by a check whose input has not been made yet: it is skipped, which is not a fault."""
 
 
-class Subject:
-    """The run under test. Everything is opened when first asked for, and only a sample of it is read."""
+About = Literal["run", "machine", "script", "engine", "features", "draft"]
 
-    def __init__(self, config: RunConfig):
-        self.config = config
+
+class Subject:
+    """What is under test: a run, and each other thing that was named. Everything is opened when first asked for, and
+    only a sample of it is read.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig | None = None,
+        script: Path | None = None,
+        engine: Literal["vllm", "sglang"] | None = None,
+        python: str = sys.executable,
+        features: Path | None = None,
+        draft: Path | None = None,
+        target: str | None = None,
+    ):
+        """python: the interpreter in which `script` and `engine` will run; target: what `features` or `draft` are
+        compared with, when no run names it."""
+        self.given_config, self.script, self.engine, self.python = config, script, engine, python
+        self.given_features, self.draft, self.target = features, draft, target
+
+    @property
+    def about(self) -> set[About]:
+        """The kinds of checks that apply."""
+        given: dict[About, Any] = {"run": self.given_config, "script": self.script, "engine": self.engine}
+        given |= {"features": self.given_features, "draft": self.draft}
+        given["machine"] = self.given_config or self.script or self.engine
+        return {kind for kind, value in given.items() if value}
+
+    @property
+    def config(self) -> RunConfig:
+        assert self.given_config is not None, "the check is about a run, or must look at given_config"
+        return self.given_config
 
     def folder(self, stage: str) -> Path:
         """Folder of a finished stage. Raises NotMade when it has not run."""
@@ -73,9 +104,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Check:
-    """`run(subject)` yields findings; it is skipped when a check named in `needs` failed or was skipped."""
+    """`run(subject)` yields findings. It is run when the subject has what it is about, and skipped when a check
+    named in `needs` failed or was skipped."""
 
     name: str
     stage: str
     needs: tuple[str, ...]
     run: Callable[[Subject], Iterable[Finding]]
+    about: About = "run"

@@ -21,9 +21,9 @@ COLOURS |= {"info": "dim", "warning": "yellow", "error": "red"}
 
 
 def run_preflight(
-    config: RunConfig, stages: list[str] | None = None, skip: list[str] | None = None
+    subject: RunConfig | Subject, stages: list[str] | None = None, skip: list[str] | None = None
 ) -> dict[str, Any]:
-    """Look at what is finished in `config.run_dir`; nothing is written there.
+    """Look at a run, as far as it is made, or at whatever else `subject` names; nothing is written there.
 
     `stages`: only these; `skip`: stages or checks to leave out. Returns the JSON object of `eyas preflight`:
     {"ok", "seconds", "stages": [{"name", "status", "seconds", "findings": [{"check", "level", "message", "hint",
@@ -32,7 +32,10 @@ def run_preflight(
     stages, skip, names = stages or STAGES, skip or [], [c.name for c in CHECKS]
     for name in {*stages} - {*STAGES} | {*skip} - {*STAGES, *names}:
         raise UsageError(f"no preflight {name!r}", f"stages: {', '.join(STAGES)}; checks: {', '.join(names)}")
-    return run_checks(Subject(config), [c for c in CHECKS if c.stage in stages], skip)
+    if isinstance(subject, RunConfig):
+        subject = Subject(subject)
+    chosen = [c for c in CHECKS if c.stage in stages and c.about in subject.about]
+    return run_checks(subject, chosen, skip)
 
 
 def run_checks(subject: Subject, checks: list[Check], skip: list[str]) -> dict[str, Any]:
