@@ -38,8 +38,8 @@ About = Literal["run", "machine", "script", "engine", "features", "draft"]
 
 
 class Subject:
-    """What is under test: a run, and each other thing that was named. Everything is opened when first asked for, and
-    only a sample of it is read.
+    """What is under test: a run, and each other thing that was named. Everything is opened when first asked for,
+    and only a sample of it is read.
     """
 
     def __init__(
