@@ -9,9 +9,9 @@ import torch
 
 from eyas.draft import Eagle3DraftModel, TrainBatch, init_weights, load_draft, save_draft
 from eyas.preflight.finding import Check, Finding, Subject, error, info
-from eyas.train.batches import pack
+from eyas.train.batches import move, pack
 from eyas.train.checkpoint import Training
-from eyas.train.loop import forward, move, optimiser_step
+from eyas.train.loop import forward, optimiser_step
 
 BATCH_TOKENS = 512  # enough to reach every tensor, and a few seconds on a CPU
 
@@ -21,6 +21,7 @@ def training_works(s: Subject) -> Iterator[Finding]:
     chosen = s.samples[: max(1, int(fitting.sum()))]
     batch, ids = pack(chosen, s.config.train.batch_tokens), [[f.id for f in chosen]]
     training = start(s, fresh_draft(s))
+    batch = move(batch, training.device)
     frozen = dict(training.model.named_buffers())
     frozen |= {n: p for n, p in training.model.named_parameters() if not p.requires_grad}
     before = {n: t.detach().clone() for n, t in frozen.items()}
@@ -38,7 +39,7 @@ def training_works(s: Subject) -> Iterator[Finding]:
         yield error(f"training changed {', '.join(changed)}, which must stay as the target has it")
 
     # After the steps, not before them: weights that start at zero pass no gradient on to what feeds them.
-    forward(training, move(batch, training.noise.device)).loss.backward()
+    forward(training, batch).loss.backward()
     gradients = {n: p.grad for n, p in training.trained().items()}
     if unreached := [n for n, g in gradients.items() if g is None or not g.any() or not g.isfinite().all()]:
         text = f"no gradient, or none that is finite, reaches {', '.join(unreached)}"
@@ -67,7 +68,7 @@ def start(s: Subject, model: Eagle3DraftModel) -> Training:
 
 @torch.no_grad()
 def loss_of(training: Training, batch: TrainBatch) -> float:
-    return float(forward(training, move(batch, training.noise.device)).loss)
+    return float(forward(training, batch).loss)
 
 
 CHECKS = [Check("training", "dry_run", ("memory", "contract"), training_works)]

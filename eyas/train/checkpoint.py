@@ -44,6 +44,10 @@ class Training:
         self.optimizer = adamw(self.model, self.config)
         self.noise = torch.Generator(self.model.fc.weight.device).manual_seed(self.seed)
 
+    @property
+    def device(self) -> torch.device:
+        return self.model.fc.weight.device
+
     def settings(self) -> dict[str, Any]:
         """All that a checkpoint must agree with: the format, the run's settings, the draft's shape."""
         settings = {"format": "eyas-checkpoint", "version": 2, "world_size": 1, "seed": self.seed}

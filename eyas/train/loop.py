@@ -8,6 +8,7 @@ moments are float32; with bfloat16 only the matrix products are, over copies cas
 import math
 import time
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from eyas.config import TrainConfig
-from eyas.draft import Eagle3DraftModel, TrainBatch, TTTOutput, counted_rows
+from eyas.draft import Eagle3DraftModel, TrainBatch, TTTOutput, row_plan
 from eyas.errors import EyasError
 from eyas.features.store import Store
 from eyas.progress import bar, say, warn
@@ -51,18 +52,20 @@ def fit(
     checkpoint.check_disk(root, training)
     size = sum(p.numel() for p in training.trained().values())
     say(f"draft of 1 layer, {size:,} trained parameters; loss KL(target || draft), {config.ttt_steps} TTT steps")
-    say(f"{len(plan)} optimiser steps, {products(training)} products on {training.noise.device}")
+    say(f"{len(plan)} optimiser steps, {products(training)} products on {training.device}")
     metrics = Metrics(out / "logs", training.step)
     todo = plan[training.step :]
     tokens, spent, clock = sum(step.tokens for step in todo), 0.0, time.perf_counter()
     with bar("train", tokens, "tok") as shown:
-        for step, batches in prefetch(lambda s: [load(data, b, config) for b in s.batches], todo):
+        batches_of = partial(load_step, data, config)
+        for step, batches, waited in prefetch(batches_of, todo, training.device):
             names = [[data.ids[i] for i in indices] for indices in step.batches]
             row = optimiser_step(training, batches, learning_rate(training.step, len(plan), config), names)
             training.counts["tokens"] += step.tokens
             seconds = time.perf_counter() - clock  # waiting for data included
             spent += seconds
-            row |= {"epoch": step.epoch, "tokens_per_second": step.tokens / seconds}
+            rates = {"tokens_per_second": step.tokens / seconds, "wait_share": waited / seconds}
+            row |= {"epoch": step.epoch, **rates}
             metrics.write(training.step, "train", row)
             shown.update(step.tokens, f"loss {row['loss']:.3f}")
 
@@ -109,8 +112,13 @@ def plan_run(data: Store, heldout: Store, config: TrainConfig, seed: int) -> tup
     return plan, warnings
 
 
-def load(data: Store, indices: Iterable[int], config: TrainConfig) -> TrainBatch:
-    return pack((data[i] for i in indices), config.batch_tokens)
+def load(data: Store, config: TrainConfig, indices: Iterable[int]) -> TrainBatch:
+    batch = pack((data[i] for i in indices), config.batch_tokens)
+    return batch._replace(plan=row_plan(batch, config.ttt_steps))
+
+
+def load_step(data: Store, config: TrainConfig, step: StepPlan) -> list[TrainBatch]:
+    return [load(data, config, indices) for indices in step.batches]
 
 
 def is_due(every: int | None, done: int, step: StepPlan) -> bool:
@@ -120,18 +128,18 @@ def is_due(every: int | None, done: int, step: StepPlan) -> bool:
 def optimiser_step(
     training: Training, batches: list[TrainBatch], lr: float, ids: list[list[str]]
 ) -> dict[str, Any]:
-    """Forward and backward over the micro-batches, clip, update. Returns the step's metrics as plain numbers.
+    """Forward and backward over the micro-batches (on the device, with their plans), clip, update.
 
-    Raises EyasError naming the samples (`ids` of each micro-batch) when a loss or the gradient is not finite.
+    Returns the step's metrics as plain numbers. Raises EyasError naming the samples (`ids` of each micro-batch)
+    when a loss or the gradient is not finite.
     """
-    config, device = training.config, training.noise.device
+    config, plans = training.config, [b.plan or row_plan(b, training.config.ttt_steps) for b in batches]
     for group in training.optimizer.param_groups:
         group["lr"] = lr
-    counted = [counted_rows(b.supervised, b.doc_end, config.ttt_steps) for b in batches]  # each [K, N]
-    totals = torch.stack([c.sum(1) for c in counted]).sum(0)  # [K]
-    losses, sums = [], torch.zeros(4, config.ttt_steps, device=device)
+    totals = torch.stack([plan.counts for plan in plans]).sum(0)  # [K]
+    losses, sums = [], torch.zeros(4, config.ttt_steps, device=training.device)
     for batch in batches:
-        output = forward(training, add_noise(training, move(batch, device)), totals)
+        output = forward(training, add_noise(training, batch), totals)
         output.loss.backward()
         losses.append(output.loss.detach())
         sums += step_sums(output)
@@ -146,17 +154,9 @@ def optimiser_step(
     training.optimizer.zero_grad()
     training.step += 1
     training.counts["supervised"] += sum(len(b.targets) for b in batches)
-    training.counts["rows_computed"] += sum(int(c.any(0).sum()) for c in counted)
+    training.counts["rows_computed"] += sum(len(plan.steps[0].kept) for plan in plans)
     training.counts["rows_total"] += sum(len(b.input_ids) for b in batches)
     return {"loss": sum(losses), "lr": lr, "grad_norm": norm, **step_means(sums)}
-
-
-def move(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    """What is computed with goes to the device; what the row plan is made from stays."""
-    if device.type == "cpu":
-        return batch
-    fields = ("input_ids", "aux", "targets")
-    return batch._replace(**{f: getattr(batch, f).pin_memory().to(device, non_blocking=True) for f in fields})
 
 
 def add_noise(training: Training, batch: TrainBatch) -> TrainBatch:
@@ -171,7 +171,7 @@ def add_noise(training: Training, batch: TrainBatch) -> TrainBatch:
 
 def products(training: Training) -> str:
     """Precision of the matrix products."""
-    auto = "bfloat16" if training.noise.device.type == "cuda" else "float32"
+    auto = "bfloat16" if training.device.type == "cuda" else "float32"
     return auto if training.config.dtype == "auto" else training.config.dtype
 
 
@@ -204,11 +204,11 @@ def evaluate(training: Training, heldout: Store) -> dict[str, Any]:
     sums, walked = torch.zeros(4, config.ttt_steps, dtype=torch.float64), []
     training.model.eval()
     plan = plan_epoch(heldout.lengths, config.batch_tokens, seed=0, epoch=0)
-    for _, batch in prefetch(lambda indices: load(heldout, indices, config), plan):
-        output = forward(training, move(batch, training.noise.device))
+    for _, (batch,), _ in prefetch(lambda indices: [load(heldout, config, indices)], plan, training.device):
+        output = forward(training, batch)
         sums += step_sums(output).cpu()
-        rows = (output.draft_tokens.cpu(), batch.input_ids, batch.supervised, batch.doc_end)
-        walked.append(replay(*(x.numpy() for x in rows)))
+        rows = (output.draft_tokens, batch.input_ids, batch.supervised, batch.doc_end)
+        walked.append(replay(*(x.cpu().numpy() for x in rows)))
     training.model.train()
     means = step_means(sums)
     weights = [config.ttt_decay**k for k in range(config.ttt_steps)]

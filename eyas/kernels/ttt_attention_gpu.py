@@ -1,0 +1,219 @@
+"""Triton kernels of `ttt_attention`: the plain version's numbers, nothing of the size queries x keys in memory.
+
+A program takes a block of queries of one head over exactly the keys that the block can see, then their own keys.
+Backward makes the scores again from the log-sum-exp (in base 2) that forward has kept: FlashAttention-2 (Dao,
+2023) with rows that were left out and one diagonal key for each step.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eyas.kernels.ttt_attention import KEY_BLOCK
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit(do_not_specialize=["queries", "own"])
+def _forward(
+    Q, K, V, OWN_K, OWN_V, ROWS, STARTS, OUT, LSE, scale, queries, own,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    kv, nkv = head // GROUP, HEADS // GROUP
+    a, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP)
+    live, dims = a < queries, d < D
+    row = tl.load(ROWS + a, live, other=-1).to(tl.int32)
+    start = tl.load(STARTS + a, live, other=0x7FFFFFFF).to(tl.int32)
+    at_q = (a[:, None].to(tl.int64) * HEADS + head) * D + d
+    tile = live[:, None] & dims
+    q = tl.load(Q + at_q, tile, other=0.0)
+    top, total = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    for first in range(tl.min(start), tl.max(row) + 1, BN):
+        n = first + tl.arange(0, BN)
+        at_k = (n[:, None].to(tl.int64) * nkv + kv) * D + d
+        there = (n <= tl.max(row))[:, None] & dims
+        k = tl.load(K + at_k, there, other=0.0)
+        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        seen = (n <= row[:, None]) & (n >= start[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        p, shrink = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+        v = tl.load(V + at_k, there, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        top, total = new, total * shrink + tl.sum(p, 1)
+    for j in range(own):
+        at_own = ((a[:, None].to(tl.int64) * nkv + kv) * own + j) * D + d
+        key = tl.load(OWN_K + at_own, tile, other=0.0).to(tl.float32)
+        score = tl.sum(q.to(tl.float32) * key, 1) * scale
+        new = tl.maximum(top, score)
+        p, shrink = tl.exp2(score - new), tl.exp2(top - new)
+        value = tl.load(OWN_V + at_own, tile, other=0.0).to(tl.float32)
+        acc = acc * shrink[:, None] + p[:, None] * value
+        top, total = new, total * shrink + p
+    total = tl.where(total == 0.0, 1.0, total)  # rows beyond the last query
+    tl.store(OUT + at_q, (acc / total[:, None]).to(OUT.dtype.element_ty), tile)
+    tl.store(LSE + a * HEADS + head, top + tl.log2(total), live)
+
+
+@triton.jit(do_not_specialize=["queries", "own"])
+def _backward_queries(
+    Q, K, V, OWN_K, OWN_V, ROWS, STARTS, OUT, GRAD, LSE, DELTA, GRAD_Q, scale, queries, own,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    kv, nkv = head // GROUP, HEADS // GROUP
+    a, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP)
+    live, dims = a < queries, d < D
+    row = tl.load(ROWS + a, live, other=-1).to(tl.int32)
+    start = tl.load(STARTS + a, live, other=0x7FFFFFFF).to(tl.int32)
+    at_q = (a[:, None].to(tl.int64) * HEADS + head) * D + d
+    tile = live[:, None] & dims
+    q, grad = tl.load(Q + at_q, tile, other=0.0), tl.load(GRAD + at_q, tile, other=0.0)
+    out = tl.load(OUT + at_q, tile, other=0.0)
+    lse = tl.load(LSE + a * HEADS + head, live, other=0.0)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(DELTA + a * HEADS + head, delta, live)
+    acc = tl.zeros([BM, DP], tl.float32)
+    for first in range(tl.min(start), tl.max(row) + 1, BN):
+        n = first + tl.arange(0, BN)
+        at_k = (n[:, None].to(tl.int64) * nkv + kv) * D + d
+        there = (n <= tl.max(row))[:, None] & dims
+        k, v = tl.load(K + at_k, there, other=0.0), tl.load(V + at_k, there, other=0.0)
+        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        seen = (n <= row[:, None]) & (n >= start[:, None])
+        p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
+        grad_p = tl.dot(grad, v.T, input_precision=PRECISION)
+        grad_s = p * (grad_p - delta[:, None])
+        acc = tl.dot(grad_s.to(k.dtype), k, acc, input_precision=PRECISION)
+    for j in range(own):
+        at_own = ((a[:, None].to(tl.int64) * nkv + kv) * own + j) * D + d
+        key = tl.load(OWN_K + at_own, tile, other=0.0).to(tl.float32)
+        value = tl.load(OWN_V + at_own, tile, other=0.0).to(tl.float32)
+        p = tl.exp2(tl.sum(q.to(tl.float32) * key, 1) * scale - lse)
+        grad_s = p * (tl.sum(grad.to(tl.float32) * value, 1) - delta)
+        acc += grad_s[:, None] * key
+    tl.store(GRAD_Q + at_q, (acc * (scale / 1.4426950408889634)).to(GRAD_Q.dtype.element_ty), tile)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _backward_keys(
+    Q, K, V, ROWS, STARTS, RANGES, GRAD, LSE, DELTA, GRAD_K, GRAD_V, scale, tokens,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block, kv = tl.program_id(0), tl.program_id(1)
+    nkv: tl.constexpr = HEADS // GROUP
+    n, d = block * BN + tl.arange(0, BN), tl.arange(0, DP)
+    dims = d < D
+    there = (n < tokens)[:, None] & dims
+    at_k = (n[:, None].to(tl.int64) * nkv + kv) * D + d
+    k, v = tl.load(K + at_k, there, other=0.0), tl.load(V + at_k, there, other=0.0)
+    begin = tl.load(RANGES + 2 * block).to(tl.int32)
+    end = tl.load(RANGES + 2 * block + 1).to(tl.int32)
+    grad_k, grad_v = tl.zeros([BN, DP], tl.float32), tl.zeros([BN, DP], tl.float32)
+    for head in range(kv * GROUP, kv * GROUP + GROUP):
+        for first in range(begin, end, BM):
+            a = first + tl.arange(0, BM)
+            live = a < end
+            row = tl.load(ROWS + a, live, other=-1).to(tl.int32)
+            start = tl.load(STARTS + a, live, other=0x7FFFFFFF).to(tl.int32)
+            at_q = (a[:, None].to(tl.int64) * HEADS + head) * D + d
+            q = tl.load(Q + at_q, live[:, None] & dims, other=0.0)
+            lse = tl.load(LSE + a * HEADS + head, live, other=0.0)
+            scores = tl.dot(k, q.T, input_precision=PRECISION) * scale  # [BN, BM]
+            seen = (n[:, None] <= row) & (n[:, None] >= start)
+            p = tl.where(seen, tl.exp2(scores - lse), 0.0)
+            grad = tl.load(GRAD + at_q, live[:, None] & dims, other=0.0)
+            grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
+            delta = tl.load(DELTA + a * HEADS + head, live, other=0.0)
+            grad_s = p * (tl.dot(v, grad.T, input_precision=PRECISION) - delta)
+            grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)
+    tl.store(GRAD_K + at_k, (grad_k * (scale / 1.4426950408889634)).to(GRAD_K.dtype.element_ty), there)
+    tl.store(GRAD_V + at_k, grad_v.to(GRAD_V.dtype.element_ty), there)
+
+
+@triton.jit(do_not_specialize=["queries", "own"])
+def _backward_own(
+    Q, OWN_K, OWN_V, GRAD, LSE, DELTA, GRAD_K, GRAD_V, scale, queries, own,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    kv, nkv = tl.program_id(1), HEADS // GROUP
+    a, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP)
+    live = a < queries
+    tile = live[:, None] & (d < D)
+    for j in range(own):
+        at_own = ((a[:, None].to(tl.int64) * nkv + kv) * own + j) * D + d
+        key = tl.load(OWN_K + at_own, tile, other=0.0).to(tl.float32)
+        value = tl.load(OWN_V + at_own, tile, other=0.0).to(tl.float32)
+        grad_k, grad_v = tl.zeros([BM, DP], tl.float32), tl.zeros([BM, DP], tl.float32)
+        for head in range(kv * GROUP, kv * GROUP + GROUP):
+            at_q = (a[:, None].to(tl.int64) * HEADS + head) * D + d
+            q = tl.load(Q + at_q, tile, other=0.0).to(tl.float32)
+            grad = tl.load(GRAD + at_q, tile, other=0.0).to(tl.float32)
+            lse = tl.load(LSE + a * HEADS + head, live, other=0.0)
+            delta = tl.load(DELTA + a * HEADS + head, live, other=0.0)
+            p = tl.exp2(tl.sum(q * key, 1) * scale - lse)
+            grad_s = p * (tl.sum(grad * value, 1) - delta)
+            grad_k += grad_s[:, None] * q
+            grad_v += p[:, None] * grad
+        tl.store(GRAD_K + at_own, (grad_k * (scale / 1.4426950408889634)).to(GRAD_K.dtype.element_ty), tile)
+        tl.store(GRAD_V + at_own, grad_v.to(GRAD_V.dtype.element_ty), tile)
+
+
+def _shape(q: Tensor, keys: Tensor) -> dict[str, Any]:
+    heads, d = q.shape[1:]
+    shape = {"HEADS": heads, "GROUP": heads // keys.shape[1], "D": d, "DP": max(16, triton.next_power_of_2(d))}
+    return shape | {"PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
+
+
+class TTTAttention(torch.autograd.Function):
+    """See `ttt_attention`; all indices are int64 and on q's device."""
+
+    @staticmethod
+    def forward(ctx, q, keys, values, own_k, own_v, rows, starts, ranges):
+        q, keys, values, own_k, own_v = (x.contiguous() for x in (q, keys, values, own_k, own_v))
+        (queries, heads, d), shape = q.shape, _shape(q, keys)
+        out, lse = torch.empty_like(q), q.new_empty(queries, heads, dtype=torch.float32)
+        wide = d > 128
+        block = {"BM": 64, "BN": 32, "num_stages": 2} if wide else {"BM": 128, "BN": 64, "num_stages": 3}
+        if queries:
+            _forward[(triton.cdiv(queries, block["BM"]), heads)](
+                q, keys, values, own_k, own_v, rows, starts, out, lse, d**-0.5 * LOG2_E, queries, own_k.shape[2],
+                **shape, **block, num_warps=8,
+            )  # fmt: skip
+        ctx.save_for_backward(q, keys, values, own_k, own_v, rows, starts, ranges, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        q, keys, values, own_k, own_v, rows, starts, ranges, out, lse = ctx.saved_tensors
+        grad, (queries, heads, d), shape = grad_outputs[0].contiguous(), q.shape, _shape(q, keys)
+        own, scale, delta = own_k.shape[2], d**-0.5 * LOG2_E, torch.empty_like(lse)
+        grads = [torch.empty_like(x) for x in (q, keys, values, own_k, own_v)]
+        grad_q, grad_k, grad_v, grad_own_k, grad_own_v = grads
+        wide = d > 128
+        launch = {"num_warps": 8 if wide else 4, "num_stages": 2}
+        if queries:
+            _backward_queries[(triton.cdiv(queries, 64), heads)](
+                q, keys, values, own_k, own_v, rows, starts, out, grad, lse, delta, grad_q, scale, queries, own,
+                BM=64, BN=32 if wide else 64, **shape, **launch,
+            )  # fmt: skip
+        _backward_keys[(len(ranges), keys.shape[1])](
+            q, keys, values, rows, starts, ranges, grad, lse, delta, grad_k, grad_v, scale, len(keys),
+            BM=32 if wide else 64, BN=KEY_BLOCK, **shape, **launch,
+        )  # fmt: skip
+        if queries and own:
+            shape.pop("PRECISION")
+            _backward_own[(triton.cdiv(queries, 16), keys.shape[1])](
+                q, own_k, own_v, grad, lse, delta, grad_own_k, grad_own_v, scale, queries, own,
+                BM=16, **shape, num_warps=4,
+            )  # fmt: skip
+        return *grads, None, None, None
