@@ -69,10 +69,10 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes, stored = SMALL if args.small else Sizes(), torch.bfloat16 if device == "cuda" else torch.float32
     rate = measured_rate(device, stored, 512 if args.small else 8192)
-    target = RandomTarget(sizes, device, stored)
     for share in args.supervised:
         config = TrainConfig(ttt_steps=args.ttt_steps, dtype=args.dtype, lr=1e-4)
-        training = Training(draft(sizes, target, device, args.train_lm_head).train(), config, 0)
+        model = draft(sizes, RandomTarget(sizes, device, stored), device, args.train_lm_head)
+        training = Training(model.train(), config, 0)
         data = batch(sizes, share, args.documents, args.length, args.ttt_steps, device, stored)
         started = time.perf_counter()
         plan = row_plan(data, args.ttt_steps)
@@ -111,7 +111,7 @@ def main() -> None:
             key = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
             table = profiled.key_averages().table(sort_by=key, row_limit=45, max_name_column_width=70)
             args.profile.write_text(table)
-        del training, data, ready
+        del model, training, data, ready
 
 
 if __name__ == "__main__":

@@ -110,8 +110,7 @@ def draft(sizes: Sizes, target: RandomTarget, device: str, train_lm_head: bool) 
     ids = draft_ids(sizes)
     t2d = torch.zeros(sizes.vocab, dtype=torch.bool).index_fill_(0, ids, True)
     torch.manual_seed(2)
-    with torch.device(device):
-        model = Eagle3DraftModel(config, t2d.to(device), (ids - torch.arange(len(ids))).to(device))
+    model = Eagle3DraftModel(config, t2d, ids - torch.arange(len(ids))).to(device)
     model.load_target(target)  # type: ignore[arg-type]
     with torch.no_grad():
         model.lm_head.weight.copy_(model.target_lm_head.float() + 0.01 * torch.randn_like(model.lm_head.weight))

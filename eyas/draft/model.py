@@ -12,6 +12,7 @@ from eyas.draft.rows import RowPlan, TrainBatch, row_plan
 from eyas.errors import EyasError
 from eyas.kernels.linear_kl import linear_kl
 from eyas.kernels.rope import rotate
+from eyas.kernels.send import send
 from eyas.kernels.take_rows import take_rows
 from eyas.kernels.ttt_attention import ttt_attention
 from eyas.target.weights import TargetWeights
@@ -118,7 +119,7 @@ class Eagle3DraftModel(nn.Module):
         states = take_rows(torch.cat(self.unroll(batch, plan)), plan.loss_rows, ascending=False)  # [R, H]
         weights = decay ** torch.arange(ttt_steps, dtype=torch.float64)
         counted = (plan.counts if totals is None else totals.cpu()).clamp(min=1)
-        step_scale = (weights / weights.sum() / counted).to(states.device)  # [K]
+        step_scale = send(weights / weights.sum() / counted, states.device)  # [K]
         n = len(batch.input_ids)
         step = plan.loss_cells // n  # [R]
         scale = step_scale[step].to(torch.promote_types(states.dtype, torch.float32))
@@ -128,7 +129,7 @@ class Eagle3DraftModel(nn.Module):
         def by_cell(x: Tensor, other: float = 0) -> Tensor:  # [K, N]; its sums add up in a fixed order
             return x.new_full((ttt_steps * n,), other).index_copy_(0, plan.loss_cells, x).view(ttt_steps, n)
 
-        hit, counts = by_cell(rows.hit), plan.counts.to(step.device, non_blocking=True)
+        hit, counts = by_cell(rows.hit), send(plan.counts, step.device)
         sums = by_cell(rows.kl).sum(1), counts, hit.sum(1), by_cell(rows.overlap).sum(1)
         return TTTOutput(loss, *sums, by_cell(self.to_target_ids(rows.token), -1), hit)
 
@@ -140,15 +141,17 @@ class Eagle3DraftModel(nn.Module):
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         (q_e, q_g), (k_e, k_g), (v_e, v_g) = (p.weight.chunk(2, 1) for p in projections)  # each [n * d, H]
         # Row t at step k and row t + k at step 0 see the same token: its embedding half is projected once.
-        embedded = layer.input_layernorm(self.embed(batch.input_ids))  # [N, H]
+        n = len(batch.input_ids)
+        ids = F.pad(batch.input_ids, (0, len(plan.steps)))  # rows that look beyond the end are not counted
+        embedded = layer.input_layernorm(self.embed(ids))  # [N + K, H]
         query_part = take_rows(embedded, plan.query_tokens) @ q_e.T  # [U, nh * d]
-        key_part, value_part = embedded @ k_e.T, embedded @ v_e.T  # [N, nkv * d]
+        key_part, value_part = embedded @ k_e.T, embedded @ v_e.T  # [N + K, nkv * d]
 
         cos, sin = self.rope.table(plan.last_position + 1, embedded)
         hidden = self.fuse(batch.aux)  # [N, H]
         normed = layer.hidden_norm(hidden)
-        keys = rotate(heads(torch.addmm(key_part, normed, k_g.T)), cos, sin, plan.positions)  # [N, nkv, d]
-        values = heads(torch.addmm(value_part, normed, v_g.T))
+        keys = rotate(heads(torch.addmm(key_part[:n], normed, k_g.T)), cos, sin, plan.positions)  # [N, nkv, d]
+        values = heads(torch.addmm(value_part[:n], normed, v_g.T))
         own_keys = own_values = keys.new_empty(len(keys), keys.shape[1], 0, keys.shape[2])  # [A, nkv, k, d]
         states = []
         for k, step in enumerate(plan.steps):

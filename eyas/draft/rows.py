@@ -2,7 +2,7 @@
 
 Rows are shifted (row r: token x[t+1], aux a[t], target state y[t+1], mask m[t+1], position t). At step k row r
 sees token r + k and is compared with the target of row r + k. Other rows see it only through its step-0 key and
-value, so a row counted neither at step k nor later is not computed at step k: same loss, same gradients.
+value, so a row counted neither at step k nor later need not be computed at step k: same loss, same gradients.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eyas.draft.config import DraftShapeError
+from eyas.kernels.send import send
 from eyas.kernels.ttt_attention import Visible, visible
 
 
@@ -29,11 +30,14 @@ class TrainBatch(NamedTuple):
     plan: "RowPlan | None" = None  # of this batch and the run's K, when it has been made ahead
 
 
+SHRINK = 1 / 32  # rows leave when at least this share can: moving the others costs more than a few idle ones
+
+
 class StepRows(NamedTuple):
-    """The rows of one step, in ascending order."""
+    """The rows of one step, in ascending order: all that are counted at it or later, and maybe a few more."""
 
     kept: Tensor  # [A_k] their places among the rows of the step before (step 0: among all rows)
-    tokens: Tensor  # [A_k] rows + k: whose token they embed
+    tokens: Tensor  # [A_k] rows + k: whose token they embed, below N + K
     queries: Tensor  # [A_k] the places of `tokens` in RowPlan.query_tokens
     positions: Tensor  # [A_k] RoPE positions
     seen: Visible  # the rows themselves, and the keys they see
@@ -65,9 +69,8 @@ class RowPlan:
             *own,
             *(x for step in self.steps for x in (*step[:4], *step.seen[:2], step.seen.ranges.flatten())),
         ]
-        joined = torch.cat(parts)
-        moved = (joined.pin_memory() if device.type == "cuda" else joined).to(device, non_blocking=True)
-        query_tokens, positions, loss_rows, loss_cells, *rest = moved.split([len(x) for x in parts])
+        moved = send(torch.cat(parts), device).split([len(x) for x in parts])
+        query_tokens, positions, loss_rows, loss_cells, *rest = moved
         steps = []
         for step in self.steps:
             *indices, rows, starts, ranges = (rest.pop(0) for _ in range(7))
@@ -97,8 +100,11 @@ def row_plan(batch: TrainBatch, ttt_steps: int) -> RowPlan:
     alive = counted.flip(0).cummax(0).values.flip(0)  # counted at this step or a later one
     positions = torch.arange(n) - doc_start if batch.positions is None else batch.positions.cpu()
     last = int(positions.max()) + ttt_steps
-    rows = [a.nonzero()[:, 0] for a in alive]
-    needed = torch.zeros(n, dtype=torch.bool)
+    rows = [alive[0].nonzero()[:, 0]]
+    for a in alive[1:]:
+        fewer = int(a.sum()) <= (1 - SHRINK) * len(rows[-1])
+        rows.append(a.nonzero()[:, 0] if fewer else rows[-1])
+    needed = torch.zeros(n + ttt_steps, dtype=torch.bool)
     for k, r in enumerate(rows):
         needed[r + k] = True
     place, target = needed.cumsum(0) - 1, supervised.cumsum(0) - 1
@@ -111,7 +117,7 @@ def row_plan(batch: TrainBatch, ttt_steps: int) -> RowPlan:
         steps.append(StepRows(kept, r + k, place[r + k], positions[r] + k, seen))
         local = counted[k][r].nonzero()[:, 0]
         entries.append(torch.stack([target[r[local] + k], offset + local, k * n + r[local]]))
-        offset, before = offset + len(r), alive[k]
+        offset, before = offset + len(r), torch.zeros(n, dtype=torch.bool).index_fill_(0, r, True)
     entry = torch.cat(entries, 1)
     entry = entry[:, entry[0].argsort(stable=True)]
     tokens = needed.nonzero()[:, 0]

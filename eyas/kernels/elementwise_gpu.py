@@ -8,7 +8,7 @@ from torch import Tensor
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def _swiglu(GATE, UP, OUT, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < size
@@ -16,7 +16,7 @@ def _swiglu(GATE, UP, OUT, size, BLOCK: tl.constexpr):
     tl.store(OUT + at, (gate * tl.sigmoid(gate) * up).to(OUT.dtype.element_ty), live)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def _swiglu_backward(GRAD, GATE, UP, GRAD_GATE, GRAD_UP, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < size

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eyas.kernels.send import send
+
 
 class RowStats(NamedTuple):
     """What each draft row [R] showed on the way, without gradient."""
@@ -42,9 +44,10 @@ class _LinearKL(torch.autograd.Function):
         if x.is_cuda:
             from eyas.kernels.linear_kl_gpu import GPUChunks
 
-            compare = GPUChunks(x, target_weight, target_rows)
+            compare = GPUChunks(x, vocab)
         else:
             compare = _Chunks(x, vocab)
+        rows_there = send(target_rows, x.device)
         kl, overlap = (x.new_empty(rows, dtype=wide) for _ in range(2))
         token, hit = x.new_empty(rows, dtype=torch.int64), x.new_empty(rows, dtype=torch.bool)
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -52,7 +55,7 @@ class _LinearKL(torch.autograd.Function):
         for start in range(0, rows, compare.size):
             part = slice(start, min(start + compare.size, rows))
             first, last = int(target_rows[start]), int(target_rows[part.stop - 1])
-            targets = target_x[first : last + 1], target_weight, target_rows[part] - first
+            targets = target_x[first : last + 1], target_weight, rows_there[part] - first
             stats = RowStats(kl[part], overlap[part], token[part], hit[part])
             grad = compare(x[part], weight, *targets, scale[part], stats)  # [n, Vd], of the logits
             if grad_x is not None:

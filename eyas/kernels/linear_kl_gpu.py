@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eyas.kernels.linear_kl import RowStats
 
-CELLS = 1 << 27  # logits of a chunk: rows enough to fill the GPU, and a quarter of a GB in a half type
+CELLS = 1 << 26  # logits of a chunk: rows enough to fill the GPU, and an eighth of a GB in a half type
 
 
 @triton.jit
@@ -68,8 +68,7 @@ def _draft_rows(
 class GPUChunks:
     """As `_Chunks` on the CPU; logits are in x's dtype, all arithmetic on them in fp32."""
 
-    def __init__(self, x: Tensor, target_weight: Tensor, target_rows: Tensor):
-        vocab = len(target_weight)
+    def __init__(self, x: Tensor, vocab: int):
         self.size = max(1, min(len(x), CELLS // vocab))
         self.logits, self.target_logits = (x.new_empty(self.size, vocab) for _ in range(2))
         self.stats = [x.new_empty(self.size, dtype=t) for t in (torch.float32, torch.float32, torch.int64)]
@@ -86,7 +85,6 @@ class GPUChunks:
     ) -> Tensor:
         vocab, n = len(weight), len(x)
         meta = {"BLOCK": min(4096, triton.next_power_of_2(vocab)), "num_warps": 8}
-        local = local.to(x.device, non_blocking=True)
         y, z = self.target_logits[: len(target_x)], self.logits[:n]
         torch.mm(target_x, target_weight.T, out=y)
         _target_rows[(len(y),)](y, *self.stats, vocab, **meta)

@@ -15,6 +15,7 @@ import torch
 
 from eyas.draft import TrainBatch
 from eyas.features.contract import Features
+from eyas.kernels.send import send
 
 WINDOW = 16  # optimiser steps levelled together: wide enough to fill batches, narrow enough to keep them random
 
@@ -101,7 +102,7 @@ def move(batch: TrainBatch, device: torch.device) -> TrainBatch:
     if device.type == "cpu":
         return batch
     fields = ("input_ids", "aux", "targets")
-    moved = {f: getattr(batch, f).pin_memory().to(device, non_blocking=True) for f in fields}
+    moved = {f: send(getattr(batch, f), device) for f in fields}
     return batch._replace(**moved, plan=batch.plan and batch.plan.to(device))
 
 

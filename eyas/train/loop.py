@@ -26,7 +26,7 @@ from eyas.train import checkpoint
 from eyas.train.batches import StepPlan, pack, plan_epoch, plan_steps, prefetch
 from eyas.train.checkpoint import Training
 from eyas.train.metrics import Metrics
-from eyas.train.optim import clip_gradients, learning_rate
+from eyas.train.optim import learning_rate, update
 from eyas.train.replay import replay
 
 
@@ -143,15 +143,13 @@ def optimiser_step(
         output.loss.backward()
         losses.append(output.loss.detach())
         sums += step_sums(output)
-    norm = clip_gradients(list(training.trained().values()), config.grad_clip)
+    norm = update(training.optimizer, config.grad_clip, losses)
     norm, *losses = torch.stack([norm, *losses]).tolist()  # the one place that waits for the device
     checked = [("loss", *pair) for pair in zip(losses, ids, strict=True)]
     for what, value, names in [*checked, ("gradient norm", norm, list(chain(*ids)))]:
         if not math.isfinite(value):
             hint = "try a lower train.lr, or train.dtype float32; the checkpoints before this step are kept"
             raise EyasError(f"step {training.step + 1}: the {what} is {value}; samples: {', '.join(names)}", hint)
-    training.optimizer.step()
-    training.optimizer.zero_grad()
     training.step += 1
     training.counts["supervised"] += sum(len(b.targets) for b in batches)
     training.counts["rows_computed"] += sum(len(plan.steps[0].kept) for plan in plans)

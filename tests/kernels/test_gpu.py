@@ -73,7 +73,7 @@ def test_attention_in_bfloat16():
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 7), (50, 130), (90, 4099)])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_divergence_statistics_and_gradients(rows, vocab, dtype, bound):
     if dtype == torch.bfloat16 and not CUDA:
         pytest.skip("the interpreter's bfloat16 is wrong")
@@ -83,10 +83,10 @@ def test_divergence_statistics_and_gradients(rows, vocab, dtype, bound):
     loss, exact = plain_linear_kl(leaf, *(t.double() for t in given[1:]), target_rows, scale.double())
     loss.backward()
     on = [t.to(DEVICE) for t in given]
-    chunks, (n, last) = GPUChunks(on[0], on[3], target_rows), (rows, int(target_rows[-1]))
+    chunks, (n, last) = GPUChunks(on[0], len(on[3])), (rows, int(target_rows[-1]))
     types = (torch.float32, torch.float32, torch.int64, torch.bool)
     stats = RowStats(*(torch.zeros(n, dtype=t, device=DEVICE) for t in types))
-    grad = chunks(*on[:2], on[2][: last + 1], on[3], target_rows, scale.to(DEVICE), stats)
+    grad = chunks(*on[:2], on[2][: last + 1], on[3], target_rows.to(DEVICE), scale.to(DEVICE), stats)
     assert error(grad.to(dtype) @ on[1], leaf.grad) < bound
     assert error(stats.kl, exact.kl) < bound and error(stats.overlap, exact.overlap) < bound
     if dtype == torch.float32:
