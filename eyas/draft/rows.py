@@ -73,8 +73,9 @@ class RowPlan:
         query_tokens, positions, loss_rows, loss_cells, *rest = moved
         steps = []
         for step in self.steps:
-            *indices, rows, starts, ranges = (rest.pop(0) for _ in range(7))
-            steps.append(StepRows(*indices, Visible(rows, starts, ranges.view(-1, 2), step.seen.blocks)))
+            kept, tokens, queries, places, rows, starts, ranges, *rest = rest
+            seen = Visible(rows, starts, ranges.view(-1, 4), step.seen.blocks)
+            steps.append(StepRows(kept, tokens, queries, places, seen))
         kept = {"last_position": self.last_position, "loss_targets": self.loss_targets, "counts": self.counts}
         return RowPlan(steps, query_tokens, positions, loss_rows=loss_rows, loss_cells=loss_cells, **kept)
 

@@ -21,7 +21,8 @@ class Visible(NamedTuple):
 
     rows: Tensor  # [A] int64 on the queries' device
     starts: Tensor  # [A] int64
-    ranges: Tensor  # [ceil(N / KEY_BLOCK), 2] int64: the queries that see any key of a block of keys
+    # [ceil(N / KEY_BLOCK), 4] int64: queries [0]..[3] see keys of a block, [1]..[2] of them all of its keys
+    ranges: Tensor
     blocks: list[Block]  # all queries in order
 
 
@@ -29,8 +30,10 @@ def visible(rows: Tensor, starts: Tensor, keys: int) -> Visible:
     """rows, starts [A] int64 on the CPU; keys: N. A document's rows have one start."""
     first_key = torch.arange(0, keys, KEY_BLOCK)  # of each block
     begin = torch.searchsorted(rows, first_key)
-    end = torch.searchsorted(starts, first_key + KEY_BLOCK)
-    ranges = torch.stack([begin, end.maximum(begin)], 1)
+    end = torch.searchsorted(starts, first_key + KEY_BLOCK).maximum(begin)
+    whole = torch.searchsorted(rows, first_key + KEY_BLOCK - 1).clamp(begin, end)
+    part = torch.searchsorted(starts, first_key, right=True).clamp(whole, end)
+    ranges = torch.stack([begin, whole, part, end], 1)
     blocks, first = [], 0
     for length in starts.unique_consecutive(return_counts=True)[1].tolist():
         for start in range(first, first + length, QUERY_BLOCK):

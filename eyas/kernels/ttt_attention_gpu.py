@@ -24,7 +24,51 @@ QUERIES = (
     {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 3},
     {"BM": 64, "BN": 32, "num_warps": 8, "num_stages": 2},
 )
-KEYS = ({"BM": 64, "num_warps": 4, "num_stages": 2}, {"BM": 32, "num_warps": 8, "num_stages": 2})
+KEYS = ({"BM": 64, "num_warps": 4, "num_stages": 1}, {"BM": 32, "num_warps": 8, "num_stages": 2})
+
+
+@triton.jit
+def _window(row, start, live, BN: tl.constexpr):
+    """First key that a block of queries sees, end of the keys that all of them see, end of those that any sees.
+
+    The first two are equal where the block holds queries of two documents.
+    """
+    first, end = tl.min(start), tl.max(row) + 1
+    shared = tl.min(tl.where(live, row, 0x7FFFFFFF)) + 1 - tl.max(tl.where(live, start, 0))
+    one_document = tl.max(tl.where(live, start, 0)) == first
+    return first, tl.where(one_document & (shared > 0), first + shared // BN * BN, first), end
+
+
+@triton.jit
+def _tile(X, n, kv, nkv, d, end, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values [BN, DP] of one head."""
+    at = (n[:, None].to(tl.int64) * nkv + kv) * D + d
+    if MASKED:
+        return tl.load(X + at, (n < end)[:, None] & (d < D), other=0.0)
+    if D == DP:
+        return tl.load(X + at)
+    return tl.load(X + at, (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _attend(
+    acc, top, total, q, K, V, row, start, begin, end, scale, kv, nkv, d,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One pass of online softmax over keys begin ... end."""
+    for first in range(begin, end, BN):
+        n = first + tl.arange(0, BN)
+        k = _tile(K, n, kv, nkv, d, end, D, DP, MASKED)
+        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        if MASKED:
+            scores = tl.where((n <= row[:, None]) & (n >= start[:, None]), scores, float("-inf"))
+        new = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
+        p, shrink = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+        v = _tile(V, n, kv, nkv, d, end, D, DP, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        top, total = new, total * shrink + tl.sum(p, 1)
+    return acc, top, total
 
 
 @triton.jit(do_not_specialize=["queries", "own"])
@@ -36,28 +80,21 @@ def _forward(
     head = tl.program_id(1)
     kv, nkv = head // GROUP, HEADS // GROUP
     a, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP)
-    live, dims = a < queries, d < D
+    live = a < queries
     row = tl.load(ROWS + a, live, other=-1).to(tl.int32)
     start = tl.load(STARTS + a, live, other=0x7FFFFFFF).to(tl.int32)
+    first, shared, end = _window(row, start, live, BN)
     at_q = (a[:, None].to(tl.int64) * HEADS + head) * D + d
-    tile = live[:, None] & dims
+    tile = live[:, None] & (d < D)
     q = tl.load(Q + at_q, tile, other=0.0)
     top, total = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
-    for first in range(tl.min(start), tl.max(row) + 1, BN):
-        n = first + tl.arange(0, BN)
-        at_k = (n[:, None].to(tl.int64) * nkv + kv) * D + d
-        there = (n <= tl.max(row))[:, None] & dims
-        k = tl.load(K + at_k, there, other=0.0)
-        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
-        seen = (n <= row[:, None]) & (n >= start[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        new = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        p, shrink = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
-        v = tl.load(V + at_k, there, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        top, total = new, total * shrink + tl.sum(p, 1)
+    acc, top, total = _attend(
+        acc, top, total, q, K, V, row, start, first, shared, scale, kv, nkv, d, D, DP, BN, False, PRECISION
+    )
+    acc, top, total = _attend(
+        acc, top, total, q, K, V, row, start, shared, end, scale, kv, nkv, d, D, DP, BN, True, PRECISION
+    )
     for j in range(own):
         at_own = ((a[:, None].to(tl.int64) * nkv + kv) * own + j) * D + d
         key = tl.load(OWN_K + at_own, tile, other=0.0).to(tl.float32)
@@ -72,6 +109,22 @@ def _forward(
     tl.store(LSE + head * queries + a, top + tl.log2(total), live)
 
 
+@triton.jit
+def _query_gradient(
+    acc, q, grad, lse, delta, K, V, row, start, begin, end, scale, kv, nkv, d,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for first in range(begin, end, BN):
+        n = first + tl.arange(0, BN)
+        k, v = _tile(K, n, kv, nkv, d, end, D, DP, MASKED), _tile(V, n, kv, nkv, d, end, D, DP, MASKED)
+        p = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - lse[:, None])
+        if MASKED:
+            p = tl.where((n <= row[:, None]) & (n >= start[:, None]), p, 0.0)
+        grad_s = p * (tl.dot(grad, v.T, input_precision=PRECISION) - delta[:, None])
+        acc = tl.dot(grad_s.to(k.dtype), k, acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["queries", "own"])
 def _backward_queries(
     Q, K, V, OWN_K, OWN_V, ROWS, STARTS, OUT, GRAD, LSE, DELTA, GRAD_Q, scale, queries, own,
@@ -81,28 +134,24 @@ def _backward_queries(
     head = tl.program_id(1)
     kv, nkv = head // GROUP, HEADS // GROUP
     a, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP)
-    live, dims = a < queries, d < D
+    live = a < queries
     row = tl.load(ROWS + a, live, other=-1).to(tl.int32)
     start = tl.load(STARTS + a, live, other=0x7FFFFFFF).to(tl.int32)
+    first, shared, end = _window(row, start, live, BN)
     at_q = (a[:, None].to(tl.int64) * HEADS + head) * D + d
-    tile = live[:, None] & dims
+    tile = live[:, None] & (d < D)
     q, grad = tl.load(Q + at_q, tile, other=0.0), tl.load(GRAD + at_q, tile, other=0.0)
     out = tl.load(OUT + at_q, tile, other=0.0)
     lse = tl.load(LSE + head * queries + a, live, other=0.0)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(DELTA + head * queries + a, delta, live)
     acc = tl.zeros([BM, DP], tl.float32)
-    for first in range(tl.min(start), tl.max(row) + 1, BN):
-        n = first + tl.arange(0, BN)
-        at_k = (n[:, None].to(tl.int64) * nkv + kv) * D + d
-        there = (n <= tl.max(row))[:, None] & dims
-        k, v = tl.load(K + at_k, there, other=0.0), tl.load(V + at_k, there, other=0.0)
-        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
-        seen = (n <= row[:, None]) & (n >= start[:, None])
-        p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
-        grad_p = tl.dot(grad, v.T, input_precision=PRECISION)
-        grad_s = p * (grad_p - delta[:, None])
-        acc = tl.dot(grad_s.to(k.dtype), k, acc, input_precision=PRECISION)
+    acc = _query_gradient(
+        acc, q, grad, lse, delta, K, V, row, start, first, shared, scale, kv, nkv, d, D, DP, BN, False, PRECISION
+    )
+    acc = _query_gradient(
+        acc, q, grad, lse, delta, K, V, row, start, shared, end, scale, kv, nkv, d, D, DP, BN, True, PRECISION
+    )
     for j in range(own):
         at_own = ((a[:, None].to(tl.int64) * nkv + kv) * own + j) * D + d
         key = tl.load(OWN_K + at_own, tile, other=0.0).to(tl.float32)
@@ -111,6 +160,31 @@ def _backward_queries(
         grad_s = p * (tl.sum(grad.to(tl.float32) * value, 1) - delta)
         acc += grad_s[:, None] * key
     tl.store(GRAD_Q + at_q, (acc * (scale / 1.4426950408889634)).to(GRAD_Q.dtype.element_ty), tile)
+
+
+@triton.jit
+def _key_gradients(
+    grad_k, grad_v, k, v, n, Q, GRAD, LSE, DELTA, ROWS, STARTS, begin, end, scale, head, queries, d,
+    HEADS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients from queries begin ... end of one head."""
+    for first in range(begin, end, BM):
+        a = first + tl.arange(0, BM)
+        live = a < end
+        at_q = (a[:, None].to(tl.int64) * HEADS + head) * D + d
+        q = tl.load(Q + at_q, live[:, None] & (d < D), other=0.0)
+        lse = tl.load(LSE + head * queries + a, live, other=float("inf"))  # infinite: a probability of 0
+        p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale - lse)  # [BN, BM]
+        if MASKED:
+            row = tl.load(ROWS + a, live, other=-1).to(tl.int32)
+            start = tl.load(STARTS + a, live, other=0).to(tl.int32)
+            p = tl.where((n[:, None] <= row) & (n[:, None] >= start), p, 0.0)
+        grad = tl.load(GRAD + at_q, live[:, None] & (d < D), other=0.0)
+        grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
+        delta = tl.load(DELTA + head * queries + a, live, other=0.0)
+        grad_s = p * (tl.dot(v, grad.T, input_precision=PRECISION) - delta)
+        grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)
+    return grad_k, grad_v
 
 
 @triton.jit(do_not_specialize=["queries", "tokens"])
@@ -122,30 +196,25 @@ def _backward_keys(
     block, kv = tl.program_id(0), tl.program_id(1)
     nkv: tl.constexpr = HEADS // GROUP
     n, d = block * BN + tl.arange(0, BN), tl.arange(0, DP)
-    dims = d < D
-    there = (n < tokens)[:, None] & dims
+    there = (n < tokens)[:, None] & (d < D)
     at_k = (n[:, None].to(tl.int64) * nkv + kv) * D + d
     k, v = tl.load(K + at_k, there, other=0.0), tl.load(V + at_k, there, other=0.0)
-    begin = tl.load(RANGES + 2 * block).to(tl.int32)
-    end = tl.load(RANGES + 2 * block + 1).to(tl.int32)
+    begin, whole = tl.load(RANGES + 4 * block).to(tl.int32), tl.load(RANGES + 4 * block + 1).to(tl.int32)
+    part, end = tl.load(RANGES + 4 * block + 2).to(tl.int32), tl.load(RANGES + 4 * block + 3).to(tl.int32)
     grad_k, grad_v = tl.zeros([BN, DP], tl.float32), tl.zeros([BN, DP], tl.float32)
     for head in range(kv * GROUP, kv * GROUP + GROUP):
-        for first in range(begin, end, BM):
-            a = first + tl.arange(0, BM)
-            live = a < end
-            row = tl.load(ROWS + a, live, other=-1).to(tl.int32)
-            start = tl.load(STARTS + a, live, other=0x7FFFFFFF).to(tl.int32)
-            at_q = (a[:, None].to(tl.int64) * HEADS + head) * D + d
-            q = tl.load(Q + at_q, live[:, None] & dims, other=0.0)
-            lse = tl.load(LSE + head * queries + a, live, other=0.0)
-            scores = tl.dot(k, q.T, input_precision=PRECISION) * scale  # [BN, BM]
-            seen = (n[:, None] <= row) & (n[:, None] >= start)
-            p = tl.where(seen, tl.exp2(scores - lse), 0.0)
-            grad = tl.load(GRAD + at_q, live[:, None] & dims, other=0.0)
-            grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
-            delta = tl.load(DELTA + head * queries + a, live, other=0.0)
-            grad_s = p * (tl.dot(v, grad.T, input_precision=PRECISION) - delta)
-            grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)
+        grad_k, grad_v = _key_gradients(
+            grad_k, grad_v, k, v, n, Q, GRAD, LSE, DELTA, ROWS, STARTS, begin, whole, scale, head, queries, d,
+            HEADS, D, BM, True, PRECISION,
+        )  # fmt: skip
+        grad_k, grad_v = _key_gradients(
+            grad_k, grad_v, k, v, n, Q, GRAD, LSE, DELTA, ROWS, STARTS, whole, part, scale, head, queries, d,
+            HEADS, D, BM, False, PRECISION,
+        )  # fmt: skip
+        grad_k, grad_v = _key_gradients(
+            grad_k, grad_v, k, v, n, Q, GRAD, LSE, DELTA, ROWS, STARTS, part, end, scale, head, queries, d,
+            HEADS, D, BM, True, PRECISION,
+        )  # fmt: skip
     tl.store(GRAD_K + at_k, (grad_k * (scale / 1.4426950408889634)).to(GRAD_K.dtype.element_ty), there)
     tl.store(GRAD_V + at_k, grad_v.to(GRAD_V.dtype.element_ty), there)
 

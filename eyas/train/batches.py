@@ -92,9 +92,9 @@ def pack(samples: Iterable[Features], budget: int) -> TrainBatch:
         parts.append((f.token_ids[1:end], f.aux_hidden_states[: end - 1].flatten(1), targets, mask))
     count = torch.tensor([len(mask) for *_, mask in parts])
     end = count.cumsum(0)
-    documents = (x.repeat_interleave(count) for x in (end - count, end))
+    first, last = (end - count).repeat_interleave(count), end.repeat_interleave(count)
     ids, aux, targets, supervised = map(torch.cat, zip(*parts, strict=True))
-    return TrainBatch(ids, aux, targets, supervised, *documents)
+    return TrainBatch(ids, aux, targets, supervised, first, last)
 
 
 def move(batch: TrainBatch, device: torch.device) -> TrainBatch:

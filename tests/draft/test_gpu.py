@@ -30,12 +30,15 @@ def test_loss_and_gradients_are_those_of_the_cpu(make_draft):
     expected = exact.ttt(batch._replace(aux=batch.aux.double(), targets=batch.targets.double()), 7, 0.8)
     expected.loss.backward()
     plan = row_plan(batch, 7)
-    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
         ours = copy.deepcopy(model).to("cuda", dtype)
         there = {f: getattr(batch, f).cuda() for f in ("input_ids", "aux", "targets")}
         out = ours.ttt(batch._replace(**there, plan=plan), 7, 0.8)
         out.loss.backward()
-        assert abs(float(out.loss) - float(expected.loss)) < bound * float(expected.loss)
-        for (name, p), q in zip(ours.named_parameters(), exact.parameters(), strict=True):
-            if q.grad is not None:
-                assert (p.grad.double().cpu() - q.grad).norm() < bound * q.grad.norm(), (name, dtype)
+        assert float(out.loss.detach()) == pytest.approx(float(expected.loss.detach()), rel=bound)
+        errors = {
+            name: float((p.grad.double().cpu() - q.grad).norm() / q.grad.norm())
+            for (name, p), q in zip(ours.named_parameters(), exact.parameters(), strict=True)
+            if q.grad is not None
+        }
+        assert max(errors.values()) < bound, (dtype, errors)
