@@ -118,8 +118,8 @@ class Eagle3DraftModel(nn.Module):
         plan = (batch.plan or row_plan(batch, ttt_steps)).to(self.fc.weight.device)
         states = take_rows(torch.cat(self.unroll(batch, plan)), plan.loss_rows, ascending=False)  # [R, H]
         weights = decay ** torch.arange(ttt_steps, dtype=torch.float64)
-        counted = (plan.counts if totals is None else totals.cpu()).clamp(min=1)
-        step_scale = send(weights / weights.sum() / counted, states.device)  # [K]
+        counted = send(plan.counts if totals is None else totals, states.device).clamp(min=1)
+        step_scale = send(weights / weights.sum(), states.device) / counted  # [K]
         n = len(batch.input_ids)
         step = plan.loss_cells // n  # [R]
         scale = step_scale[step].to(torch.promote_types(states.dtype, torch.float32))

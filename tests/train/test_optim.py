@@ -38,7 +38,7 @@ def test_gradients_are_scaled_to_the_limit_and_the_norm_before_is_returned(limit
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([3.0, 4.0])
     optimizer = adamw(torch.nn.ParameterList([p]), TrainConfig())
-    assert update(optimizer, limit, [torch.tensor(1.0)]).item() == pytest.approx(5.0)
+    assert update(optimizer, limit, torch.tensor(1.0)).item() == pytest.approx(5.0)
     assert (10 * optimizer.state[p]["exp_avg"]).tolist() == pytest.approx([3 / scale, 4 / scale])
     assert p.grad is None and p.abs().sum() > 0
 
@@ -50,7 +50,7 @@ def test_nothing_changes_when_something_is_not_finite(gradient, loss):
     for g, x in ((1.0, 1.0), (gradient, loss)):
         before = p.detach().clone()
         p.grad = torch.full((2,), g)
-        update(optimizer, 1.0, [torch.tensor(x)])
+        update(optimizer, 1.0, torch.tensor(x))
     assert (
         torch.equal(p, before)
         and optimizer.state[p]["step"] == 1
