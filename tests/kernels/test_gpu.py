@@ -11,7 +11,8 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton and the kernels are imported
-pytest.importorskip("triton", reason="Triton comes with PyTorch for GPUs, and for Linux from PyPI")
+# Older interpreters do not know numpy 2.4.
+pytest.importorskip("triton", None if CUDA else "3.7", reason="no Triton whose kernels could run here")
 
 from eyas.kernels.elementwise_gpu import rotate, swiglu_backward, swiglu_forward  # noqa: E402
 from eyas.kernels.linear_kl import RowStats  # noqa: E402
