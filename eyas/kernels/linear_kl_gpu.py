@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eyas.kernels.linear_kl import RowStats
-
 CELLS = 1 << 26  # logits of a chunk: rows enough to fill the GPU, and an eighth of a GB in a half type
 
 
@@ -81,7 +79,7 @@ class GPUChunks:
         target_weight: Tensor,
         local: Tensor,
         scale: Tensor,
-        stats: RowStats,
+        stats: tuple[Tensor, Tensor, Tensor, Tensor],
     ) -> Tensor:
         vocab, n = len(weight), len(x)
         meta = {"BLOCK": min(4096, triton.next_power_of_2(vocab)), "num_warps": 8}

@@ -52,7 +52,7 @@ def ttt_attention(q: Tensor, keys: Tensor, values: Tensor, own_k: Tensor, own_v:
     if q.is_cuda:
         from eyas.kernels.ttt_attention_gpu import TTTAttention
 
-        return TTTAttention.apply(q, keys, values, own_k, own_v, seen.rows, seen.starts, seen.ranges)
+        return TTTAttention.apply(q, keys, values, own_k, own_v, *seen[:3], KEY_BLOCK)
     q = q * q.shape[-1] ** -0.5
     out, lse = _DocumentAttention.apply(q, keys, values, seen.rows, seen.blocks)  # [A, nh, d], [A, nh]
     if not own_k.shape[2]:

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eyas.kernels.ttt_attention import KEY_BLOCK
-
 LOG2_E = 1.4426950408889634
 # Of heads up to 128 wide, and beyond: fastest of some twenty on an H200
 FORWARD = (
@@ -254,10 +252,10 @@ def _shape(q: Tensor, keys: Tensor) -> dict[str, Any]:
 
 
 class TTTAttention(torch.autograd.Function):
-    """See `ttt_attention`; all indices are int64 and on q's device."""
+    """See `ttt_attention` and `Visible`; indices are int64 and on q's device; key_block: by which ranges are cut."""
 
     @staticmethod
-    def forward(ctx, q, keys, values, own_k, own_v, rows, starts, ranges):
+    def forward(ctx, q, keys, values, own_k, own_v, rows, starts, ranges, key_block):
         q, keys, values, own_k, own_v = (x.contiguous() for x in (q, keys, values, own_k, own_v))
         (queries, heads, d), shape = q.shape, _shape(q, keys)
         out, lse = torch.empty_like(q), q.new_empty(heads, queries, dtype=torch.float32)
@@ -268,6 +266,7 @@ class TTTAttention(torch.autograd.Function):
                 **shape, **block,
             )  # fmt: skip
         ctx.save_for_backward(q, keys, values, own_k, own_v, rows, starts, ranges, out, lse)
+        ctx.key_block = key_block
         return out
 
     @staticmethod
@@ -285,7 +284,7 @@ class TTTAttention(torch.autograd.Function):
             )  # fmt: skip
         _backward_keys[(len(ranges), keys.shape[1])](
             q, keys, values, rows, starts, ranges, grad, lse, delta, grad_k, grad_v, scale, queries, len(keys),
-            BN=KEY_BLOCK, **shape, **KEYS[d > 128],
+            BN=ctx.key_block, **shape, **KEYS[d > 128],
         )  # fmt: skip
         if queries and own:
             shape.pop("PRECISION")
@@ -293,4 +292,4 @@ class TTTAttention(torch.autograd.Function):
                 q, own_k, own_v, grad, lse, delta, grad_own_k, grad_own_v, scale, queries, own,
                 BM=16, **shape, num_warps=4,
             )  # fmt: skip
-        return *grads, None, None, None
+        return *grads, None, None, None, None

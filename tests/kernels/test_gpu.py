@@ -17,7 +17,7 @@ pytest.importorskip("triton", None if CUDA else "3.7", reason="no Triton whose k
 from eyas.kernels.elementwise_gpu import rotate, swiglu_backward, swiglu_forward  # noqa: E402
 from eyas.kernels.linear_kl import RowStats  # noqa: E402
 from eyas.kernels.linear_kl_gpu import GPUChunks  # noqa: E402
-from eyas.kernels.ttt_attention import ttt_attention, visible  # noqa: E402
+from eyas.kernels.ttt_attention import KEY_BLOCK, ttt_attention, visible  # noqa: E402
 from eyas.kernels.ttt_attention_gpu import TTTAttention  # noqa: E402
 from tests.kernels.test_linear_kl import inputs, plain_linear_kl  # noqa: E402
 
@@ -37,7 +37,7 @@ def assert_attention_is_right(rows, starts, n, k, heads, shared, d, dtype, bound
     out = ttt_attention(*exact, seen)
     out.backward(seed.double())
     leaves = [x.to(DEVICE).requires_grad_() for x in given]
-    ours = TTTAttention.apply(*leaves, *(x.to(DEVICE) for x in seen[:3]))
+    ours = TTTAttention.apply(*leaves, *(x.to(DEVICE) for x in seen[:3]), KEY_BLOCK)
     ours.backward(seed.to(DEVICE))
     assert error(ours, out) < bound
     for name, leaf, reference in zip(("q", "keys", "values", "own_k", "own_v"), leaves, exact, strict=True):
