@@ -252,7 +252,7 @@ def _shape(q: Tensor, keys: Tensor) -> dict[str, Any]:
 
 
 class TTTAttention(torch.autograd.Function):
-    """See `ttt_attention` and `Visible`; indices are int64 and on q's device; key_block: by which ranges are cut."""
+    """See `ttt_attention` and `Visible`, whose ranges are cut by key_block; indices are int64, on q's device."""
 
     @staticmethod
     def forward(ctx, q, keys, values, own_k, own_v, rows, starts, ranges, key_block):
