@@ -51,11 +51,13 @@ class Subject:
         features: Path | None = None,
         draft: Path | None = None,
         target: str | None = None,
+        import_limit: float = 60.0,
     ):
         """python: the interpreter in which `script` and `engine` will run; target: what `features` or `draft` are
-        compared with, when no run names it."""
+        compared with, when no run names it; import_limit: seconds that importing one module may take there."""
         self.given_config, self.script, self.engine, self.python = config, script, engine, python
         self.given_features, self.draft, self.target = features, draft, target
+        self.import_limit = import_limit
 
     @property
     def about(self) -> set[About]:

@@ -1,0 +1,225 @@
+"""Run by the interpreter under test, in a process of its own: `python _probe.py JOB OUT FOLDER`.
+
+Only the standard library is used and Python 3.9 is enough, so any environment can be asked, with or without eyas
+in it. JOB is a JSON file; answers are appended to OUT, one JSON object a line, so that what was under way is known
+even if the process dies. FOLDER takes the place that a script's own folder has on `sys.path`.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+
+import _static  # beside this file, which is first on sys.path until FOLDER takes its place
+
+STDLIB = os.path.dirname(os.__file__)
+
+
+def tell(**facts):
+    with open(sys.argv[2], "a") as out:
+        out.write(json.dumps(facts) + "\n")
+
+
+def module(job):
+    """Import a module, its packages first; then look up the names asked of it."""
+    before, seen = effects(), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parts = job["module"].split(".")
+        for i in range(len(parts)):
+            name = ".".join(parts[: i + 1])
+            tell(importing=name)
+            caught.clear()
+            importlib.import_module(name)
+        # Only what is said to whoever imports this module; what its own imports say is not the script's affair.
+        seen = [w for w in caught if "importlib" in w.filename or w.filename == __file__]
+    after, answers = effects(), {}
+    for asked in job["modules"]:  # submodules that came along are as good as imported alone
+        if asked in sys.modules:
+            names = job["names"].get(asked, [])
+            answers[asked] = {"names": [look_up(asked, chain, job) for chain in names]}
+    return {"answers": answers, "deprecated": deprecations(seen), "effects": changes(before, after)}
+
+
+def look_up(name, chain, job):
+    """Walk a chain of attributes. `missing` is the first that is not there; `holder` is what lacks it."""
+    found, holder, said = sys.modules[name], name, []
+    for i, attribute in enumerate(chain):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = take(found, holder, attribute, job)
+            except Exception as e:
+                fault = {"missing": attribute, "holder": holder, "is_module": inspect.ismodule(found)}
+                if inspect.ismodule(found):
+                    fault["submodule"] = exists(f"{found.__name__}.{attribute}")
+                    fault["names"] = [n for n in dir(found) if not n.startswith("_")][:2000]
+                return fault | {"error": f"{type(e).__name__}: {e}"}
+        said += deprecations(caught)
+        holder = f"{holder}.{attribute}" if i else f"{name}.{attribute}"
+    if text := getattr(found, "__deprecated__", None):
+        said.append(str(text))
+    where = [getattr(found, "__module__", None), getattr(found, "__qualname__", None)]
+    lenient = isinstance(getattr(found, "model_fields", None), dict) and isinstance(found, type)
+    lenient = lenient and getattr(found, "model_config", {}).get("extra") != "forbid"
+    return {"params": parameters(found), "lives": where, "deprecated": said, "ignores_unknown": lenient}
+
+
+def take(found, holder, attribute, job):
+    try:
+        return getattr(found, attribute)
+    except AttributeError:
+        if not inspect.ismodule(found):
+            raise
+        path = f"{found.__name__}.{attribute}"
+        # `from a import b` reaches for the submodule; elsewhere it must have been imported somewhere in the script
+        if [holder, attribute] not in job["froms"] and not any(
+            (m + ".").startswith(path + ".") for m in job["all"]
+        ):
+            raise
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(path)
+        raise
+
+
+def parameters(found):
+    """[[name, kind, required]], or None when Python itself does not know."""
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):
+        return None
+    empty = inspect.Parameter.empty
+    return [[p.name, p.kind.name, p.default is empty] for p in signature.parameters.values()]
+
+
+def deprecations(caught):
+    kinds = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
+    return [str(w.message) for w in caught if issubclass(w.category, kinds)]
+
+
+def exists(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except Exception:
+        return False
+
+
+def effects():
+    """What an import should leave alone."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    state = {"memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    state["threads"] = [t.name for t in threading.enumerate() if not t.daemon]
+    state["folder"], state["devices"] = os.getcwd(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    state["processes"], state["gpu"] = [], []
+    with contextlib.suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/children") as children:
+                state["processes"] += children.read().split()
+    with contextlib.suppress(OSError):
+        links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        state["gpu"] = sorted({x for x in links if x.startswith("/dev/nvidia") and x[11:].isdigit()})
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    state["gpu_memory"] = cuda.memory_reserved() if cuda and cuda.is_initialized() else 0
+    state["cuda"] = bool(cuda and cuda.is_initialized())
+    return state
+
+
+def changes(before, after):
+    changed = {key: after[key] for key in after if after[key] != before[key]}
+    changed["memory"] = after["memory"] - before["memory"]
+    changed["threads"] = [t for t in after["threads"] if t not in before["threads"]]
+    return changed
+
+
+def script(job):
+    """Does this Python read the script?"""
+    with open(job["path"], "rb") as file:
+        text = file.read()
+    try:
+        compile(text, job["path"], "exec", dont_inherit=True)
+    except SyntaxError as e:
+        return {"line": e.lineno, "text": (e.text or "").strip(), "message": e.msg}
+    return {}
+
+
+def torch(job):
+    """The torch that is installed, and one true product on every device."""
+    import torch
+
+    told = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": getattr(torch.version, "hip", None)}
+    told.update(
+        available=torch.cuda.is_available(), count=torch.cuda.device_count(), archs=torch.cuda.get_arch_list()
+    )
+    with contextlib.suppress(Exception):  # no public name says it
+        told["driver"] = torch._C._cuda_getDriverVersion()
+    names = ["cpu"] + [f"cuda:{i}" for i in range(told["count"] if told["available"] else 0)]
+    told["devices"] = {name: product(torch, name) for name in names}
+    return told
+
+
+def product(torch, device):
+    found, start = {}, time.perf_counter()
+    try:
+        if device != "cpu":
+            found["name"], found["capability"] = (
+                torch.cuda.get_device_name(device),
+                torch.cuda.get_device_capability(device),
+            )
+            found["free"], found["total"] = torch.cuda.mem_get_info(device)
+        for kind in (torch.float32, torch.bfloat16):
+            x = torch.ones(256, 256, dtype=kind, device=device)
+            if float((x @ x).float().sum()) != 256**3:
+                found["fault"] = f"a product of ones in {kind} is wrong"
+    except Exception as e:
+        found["fault"] = f"{type(e).__name__}: {e}"
+    return dict(found, seconds=time.perf_counter() - start)
+
+
+def run(job):
+    """Run a few lines of code, and return what they leave in `result`."""
+    space = {}
+    exec(job["code"], space)
+    return space.get("result", {})
+
+
+def failure(e):
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename != __file__]
+    frames = [f for f in frames if "importlib" not in f.filename and not f.filename.startswith("<")] or frames
+    at = [frames[-1].filename, frames[-1].lineno] if frames else None
+    fault = {"type": type(e).__name__, "message": str(e)[:2000], "at": at}
+    return fault | {"missing": getattr(e, "name", None), "code": getattr(e, "code", None)}
+
+
+def main():
+    with open(sys.argv[1]) as file:
+        job = json.load(file)
+    trace = open(sys.argv[2] + ".trace", "w")  # noqa: SIM115 faulthandler writes to it until the process ends
+    faulthandler.enable(trace)
+    faulthandler.dump_traceback_later(job["limit"], file=trace)
+    sys.path[0], sys.argv[0] = sys.argv[3], job.get("script", sys.argv[0])
+    jobs = {"module": module, "script": script, "run": run, "torch": torch}
+    jobs.update({"facts": _static.facts, "locate": _static.locate, "record": _static.record})
+    start = time.perf_counter()
+    try:
+        tell(stdlib=STDLIB)
+        tell(result=jobs[job["job"]](job), seconds=time.perf_counter() - start)
+    except BaseException as e:  # SystemExit and KeyboardInterrupt too: an import may raise anything
+        tell(failed=failure(e), seconds=time.perf_counter() - start)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread that the import left behind must not keep the process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Contracts: what packages promised when a script was written, against what is installed now.
+
+Contracts of real releases come with eyas; a folder `contracts` beside the script adds its own, made by
+`eyas contracts record PACKAGE`.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+
+from packaging.version import Version
+
+from eyas.preflight.contract import RECORDED, Contract, changed, load, read_installed
+from eyas.preflight.finding import Check, Finding, Subject, info, warning
+from eyas.preflight.packages import environment
+from eyas.preflight.script import Use, folder_of, scripts, tops, uses
+
+
+def known(s: Subject, package: str) -> list[Contract]:
+    own = load(s.script.resolve().parent / "contracts") if s.script else ()
+    return [c for c in (*load(RECORDED), *own) if c.package == package]
+
+
+@lru_cache(maxsize=8)
+def written_for(s: Subject, package: str) -> Contract | None:
+    """The newest recorded release that has every name the script uses, as it uses them; else None."""
+    mine = [use for use in uses(s) if use.module.split(".")[0] == package and use.where.need == "always"]
+    return next((c for c in reversed(known(s, package)) if not any(c.lacks(use) for use in mine)), None)
+
+
+def changes(s: Subject, package: str) -> list[dict[str, str]]:
+    """What signatures do not tell: name, the release `since` which it is otherwise, and how."""
+    file = RECORDED / "changes" / f"{package}.json"
+    return json.loads(file.read_text()) if file.is_file() else []
+
+
+def wanted(s: Subject, top: str) -> str:
+    """What to ask pip for: the release the script was written for, where that can be told."""
+    names = {
+        "yaml": "pyyaml",
+        "cv2": "opencv-python",
+        "PIL": "pillow",
+        "sklearn": "scikit-learn",
+        "dotenv": "python-dotenv",
+    }
+    then = written_for(s, top)
+    return f"{top}=={then.version}" if then else names.get(top, top.replace("_", "-"))
+
+
+def remedy(s: Subject, use: Use) -> str:
+    """What replaced a name, and which recorded releases still have it."""
+    top = use.module.split(".")[0]
+    having = [c.version for c in known(s, top) if not c.lacks(use)]
+    installed = environment(s).provider(top)
+    for note in changes(s, top):
+        name = use.name if use.name == note["name"] else ".".join((use.module, *use.chain[:1]))
+        if name == note["name"] and installed and Version(installed["version"]) >= Version(note["since"]):
+            return f"since {note['since']}: {note['text']}" + (
+                f"; or `pip install {top}=={having[-1]}`" if having else ""
+            )
+    if having:
+        span = having[0] if len(having) == 1 else f"{having[0]} to {having[-1]}"
+        return f"{top} {span} had this: `pip install {top}=={having[-1]}`"
+    return ""
+
+
+def nothing_drifted(s: Subject) -> Iterator[Finding]:
+    """Names may still be there and mean something else: other parameters, defaults, results, shapes."""
+    for package in sorted(tops(s, "always")):
+        releases = known(s, package)
+        if not releases or environment(s).modules.get(package) is None:
+            continue  # that it is absent, `modules` tells
+        then = written_for(s, package)
+        base = then or releases[-1]
+        now = read_installed(s.python, package, base.of, folder_of(s), s.import_limit)
+        evidence = {"written_for": then and then.version, "installed": now.version}
+        evidence |= {"recorded": [c.version for c in releases]}
+        pin = f"`{s.python} -m pip install {package}=={base.version}`, or change the script as it says"
+        if then is None:
+            text = f"no recorded release of {package} has every name as {s.script} uses it; {now.version} is installed"
+            yield warning(text, "`names` and `calls` say which", evidence)
+        drift = list(differences(s, base, now))
+        for use, text in drift:
+            message = f"{use.at}: {package} {base.version} → {now.version}: {text}"
+            yield warning(message, pin, evidence | {"file": str(use.file), "line": use.line, "name": use.name})
+        for note in changes(s, package):
+            mine = next((u for u in uses(s) if note["name"] in (u.name, ".".join((u.module, *u.chain[:1])))), None)
+            if (
+                mine
+                and note.get("still")
+                and Version(base.version) < Version(note["since"]) <= Version(now.version)
+            ):
+                text = f"{mine.at}: `{note['name']}` behaves otherwise since {package} {note['since']}: {note['text']}"
+                yield warning(text, pin, evidence | {"since": note["since"]})
+        if not drift:
+            as_in = f"as in {base.version}, which the script fits" if then else f"as in {base.version}"
+            yield info(f"what the script uses of {package} is in {now.version} {as_in}", evidence=evidence)
+
+
+def differences(s: Subject, then: Contract, now: Contract) -> Iterator[tuple[Use, str]]:
+    """For each name that the script uses: what is no longer as it was."""
+    said, written = set(), set().union(*(script.attributes for script in scripts(s)))
+    made = {use.name for use in uses(s) if use.call}
+    for use in uses(s):
+        if use.module.split(".")[0] != then.package or use.name in said:
+            continue
+        said.add(use.name)
+        a, b = then.find(use.module, use.chain), now.find(use.module, use.chain)
+        if a is None or a["kind"] == "unknown" or (b and b["kind"] == "unknown"):
+            continue
+        if b is None:
+            yield use, f"`{use.name}` is gone"
+            continue
+        if found := list(changed(a, b)):
+            yield use, f"`{use.name}` {', '.join(found)}"
+        for method, old in a.get("methods", {}).items():
+            new = b.get("methods", {}).get(method)
+            used = method in written or (method in ("forward", "__call__") and use.name in made)
+            if used and new and (found := list(changed(old, new))):
+                yield use, f"`{use.name}.{method}` {', '.join(found)}"
+
+
+CHECKS = [Check("drift", "imports", ("script",), nothing_drifted, "script")]

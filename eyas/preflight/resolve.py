@@ -1,0 +1,115 @@
+"""Import every module that a script asks for, each in a process of its own, and look up the names it takes."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from eyas.preflight.child import Reply, ask
+from eyas.preflight.finding import Subject
+from eyas.preflight.packages import environment
+from eyas.preflight.script import Use, folder_of, uses
+
+ORDER = ("config", "model", "data")  # modules are tried in this order: later ones need the earlier
+
+
+@dataclass
+class Resolved:
+    """What became of each module, and of each (module, chain of names)."""
+
+    replies: dict[str, Reply] = field(default_factory=dict)
+    names: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = field(default_factory=dict)
+    places: dict[str, list[str]] = field(default_factory=dict)  # missing name -> modules that have it
+    modules: dict[str, list[str]] = field(default_factory=dict)  # package -> its modules
+    failed_guards: set[tuple[Path, int]] = field(default_factory=set)
+
+
+@lru_cache(maxsize=1)
+def resolved(s: Subject) -> Resolved:
+    """Import every module once, and look up every name."""
+    done, env, wanted = Resolved(), environment(s), uses(s)
+    asked = {use.module for use in wanted if use.kind != "attribute"}
+    names: dict[str, list[list[str]]] = {}
+    for use in wanted:
+        if use.chain:
+            module, chain = owner(use, asked)
+            known = names.setdefault(module, [])
+            if list(chain) not in known:
+                known.append(list(chain))
+    froms = [[u.module, u.chain[0]] for u in wanted if u.kind == "from"]
+    job = {"names": names, "froms": froms, "all": sorted(asked), "script": str(s.script)}
+    groups: dict[str, list[str]] = {}
+    for module in sorted(asked | set(names), key=rank):
+        top = module.split(".")[0]
+        groups.setdefault("" if top in env.stdlib else top, []).append(module)
+
+    def work(group: list[str]) -> None:
+        left = list(group)
+        while left:
+            module = left[0]
+            reply = ask(s.python, "module", s.import_limit, folder_of(s), module=module, modules=left, **job)
+            covered = [module]
+            if reply.result:
+                covered += reply.result["answers"]
+                for name, answer in reply.result["answers"].items():
+                    for chain, found in zip(names.get(name, []), answer["names"], strict=True):
+                        done.names[name, tuple(chain)] = found
+            elif reply.importing:  # whatever is below a package that fails, fails with it
+                covered += [m for m in left if m.startswith(reply.importing + ".")]
+            done.replies |= {m: reply for m in covered if m not in done.replies}
+            left = [m for m in left if m not in covered]
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        list(pool.map(work, groups.values()))
+    locate(s, done)
+    for use in wanted:
+        absent = (done.names.get((use.module, use.chain)) or {}).get("missing")
+        if use.where.guard and use.kind != "attribute" and (not ok(done, use) or absent):
+            done.failed_guards.add((use.file, use.where.guard))
+    return done
+
+
+def rank(module: str) -> tuple[int, int, str]:
+    order = next((i for i, word in enumerate(ORDER) if word in module.rpartition(".")[2]), len(ORDER))
+    return (order, module.count("."), module)
+
+
+def owner(use: Use, asked: set[str]) -> tuple[str, tuple[str, ...]]:
+    """`import a.b` and then `a.b.f`: the name f of module a.b."""
+    for i in range(len(use.chain), 0, -1):
+        if use.kind == "attribute" and (module := ".".join((use.module, *use.chain[:i]))) in asked:
+            return module, use.chain[i:]
+    return use.module, use.chain
+
+
+def ok(done: Resolved, use: Use) -> bool:
+    return done.replies[use.module].result is not None
+
+
+def locate(s: Subject, done: Resolved) -> None:
+    """Read the files of packages that lack something, to say where it is instead."""
+    lost: dict[str, set[str]] = {}
+    for use in uses(s):
+        found = done.names.get((use.module, use.chain), {}).get("missing")
+        if use.chain and (found or not ok(done, use)):
+            lost.setdefault(use.module.split(".")[0], set()).add(found or use.chain[0])
+    for module, reply in done.replies.items():
+        if reply.failed:
+            lost.setdefault(module.split(".")[0], set())
+    for top, names in lost.items():
+        if environment(s).modules.get(top):
+            reply = ask(s.python, "locate", s.import_limit, folder_of(s), top=top, names=sorted(names))
+            if reply.result:
+                done.modules[top] = reply.result["modules"]
+                done.places |= {n: best(places) for n, places in reply.result["found"].items() if places}
+
+
+def best(places: list[list[str]]) -> list[str]:
+    """Modules that have a name: those that define it first, public and short ones before others."""
+    hidden = [any(part.startswith("_") for part in module.split(".")) for module, _ in places]
+    ranked = sorted(
+        zip(hidden, places, strict=True), key=lambda p: (p[0], p[1][1] == "import", p[1][0].count("."))
+    )
+    return [module for _, (module, _) in ranked]
