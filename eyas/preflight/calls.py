@@ -37,15 +37,11 @@ def misfit(parameters: list[Parameter], call: Call) -> str | None:
     filled = {name for name, _, _ in places[: call.positional]}
     if twice := [name for name in call.keywords if name in filled and name in named]:
         return f"gets `{twice[0]}` twice, by place and by name"
-    missing = (
-        []
-        if call.more_positional
-        else [n for n, _, r in places[call.positional :] if r and n not in call.keywords]
-    )
-    if not call.more_keywords:
-        missing += [n for n, k, r in parameters if k == "KEYWORD_ONLY" and r and n not in call.keywords]
+    left = [] if call.more_positional else places[call.positional :]
+    left += [p for p in parameters if p[1] == "KEYWORD_ONLY"]
+    missing = [f"`{name}`" for name, _, required in left if required and name not in call.keywords]
     if missing and not call.more_keywords:
-        return f"needs {' and '.join(f'`{n}`' for n in missing)}, which {'are' if len(missing) > 1 else 'is'} not given"
+        return f"needs {' and '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not given"
     return None
 
 

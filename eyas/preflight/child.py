@@ -1,5 +1,6 @@
 """Ask an interpreter something in a process of its own, so that a crash, a hang or a print is an answer too."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from eyas.errors import EyasError
 
@@ -54,26 +55,19 @@ def ask(python: str, job: str, limit: float, folder: Path = Path(os.devnull), **
         asked.write_text(json.dumps({"job": job, "limit": limit} | facts))
         told.touch()
         command = [python, str(PROBE), str(asked), str(told), str(folder)]
-        # Nothing is written beside the user's files, not even bytecode; a probe is no torchrun worker.
+        # Nothing is written beside the user's files, not even bytecode.
         env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        try:
-            process = subprocess.Popen(
-                command, **pipes, text=True, errors="replace", env=env, start_new_session=True
-            )
-        except OSError as e:
-            text = f"the interpreter {python} cannot be started: {e.strerror}"
-            raise EyasError(text, "give the path of a Python, such as `--python .venv/bin/python`") from e
-        timed_out = False
-        try:
-            stdout, stderr = process.communicate(timeout=limit + 1)  # its own traceback comes at `limit`
-        except subprocess.TimeoutExpired:
-            timed_out = True
-            stop(process)
-            stdout, stderr = process.communicate()
-        except BaseException:
-            stop(process)
-            raise
+        said = [Path(temporary, name) for name in ("stdout", "stderr")]
+        with said[0].open("wb") as stdout, said[1].open("wb") as stderr:  # files: pipes may outlive the process
+            process = start(command, env, stdout, stderr)
+            try:
+                process.wait(limit + 1)  # its own traceback comes at `limit`
+                timed_out = False
+            except subprocess.TimeoutExpired:
+                timed_out = True
+            finally:
+                stop(process)
+        output, complaints = (file.read_text(errors="replace") for file in said)
         lines: dict[str, Any] = {}
         for line in told.read_text().splitlines():
             lines |= json.loads(line)
@@ -81,16 +75,34 @@ def ask(python: str, job: str, limit: float, folder: Path = Path(os.devnull), **
         at = innermost(trace.read_text(errors="replace") if trace.is_file() else "", lines.get("stdlib", ""))
     done = {key: lines.get(key) for key in ("result", "failed", "importing")}
     seconds = lines.get("seconds", limit if timed_out else 0.0)
-    return Reply(**done, seconds=seconds, returncode=process.returncode, timed_out=timed_out, stdout=stdout,
-                 stderr=stderr, at=at)  # fmt: skip
+    return Reply(
+        done["result"],
+        done["failed"],
+        done["importing"],
+        seconds,
+        process.returncode,
+        timed_out,
+        output,
+        complaints,
+        at,
+    )
+
+
+def start(command: list[str], env: dict[str, str], stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen:
+    try:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env, start_new_session=True
+        )
+    except OSError as e:
+        text = f"the interpreter {command[0]} cannot be started: {e.strerror}"
+        raise EyasError(text, "give the path of a Python, such as `--python .venv/bin/python`") from e
 
 
 def stop(process: subprocess.Popen) -> None:
     """End the child and whatever it started: it leads a process group of its own."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        process.kill()
+    process.wait()
 
 
 def innermost(trace: str, stdlib: str) -> str:

@@ -24,8 +24,12 @@ def known(s: Subject, package: str) -> list[Contract]:
 @lru_cache(maxsize=8)
 def written_for(s: Subject, package: str) -> Contract | None:
     """The newest recorded release that has every name the script uses, as it uses them; else None."""
-    mine = [use for use in uses(s) if use.module.split(".")[0] == package and use.where.need == "always"]
+    mine = used(s, package)
     return next((c for c in reversed(known(s, package)) if not any(c.lacks(use) for use in mine)), None)
+
+
+def used(s: Subject, package: str) -> list[Use]:
+    return [use for use in uses(s) if use.module.split(".")[0] == package and use.where.need == "always"]
 
 
 def changes(s: Subject, package: str) -> list[dict[str, str]]:
@@ -47,21 +51,24 @@ def wanted(s: Subject, top: str) -> str:
     return f"{top}=={then.version}" if then else names.get(top, top.replace("_", "-"))
 
 
-def remedy(s: Subject, use: Use) -> str:
-    """What replaced a name, and which recorded releases still have it."""
-    top = use.module.split(".")[0]
-    having = [c.version for c in known(s, top) if not c.lacks(use)]
-    installed = environment(s).provider(top)
-    for note in changes(s, top):
-        name = use.name if use.name == note["name"] else ".".join((use.module, *use.chain[:1]))
-        if name == note["name"] and installed and Version(installed["version"]) >= Version(note["since"]):
-            return f"since {note['since']}: {note['text']}" + (
-                f"; or `pip install {top}=={having[-1]}`" if having else ""
-            )
-    if having:
-        span = having[0] if len(having) == 1 else f"{having[0]} to {having[-1]}"
-        return f"{top} {span} had this: `pip install {top}=={having[-1]}`"
-    return ""
+def remedy(s: Subject, use: Use, called: bool = False) -> str:
+    """What replaced a name (or, if `called`, how it is called now), and which recorded releases are as before."""
+    top, installed = use.module.split(".")[0], environment(s).provider(use.module.split(".")[0])
+    releases = known(s, top)
+    fits = [c for c in releases if (not c.lacks(use) if called else c.find(use.module, use.chain))]
+    if not fits or not installed:
+        return ""
+    pin = f"`pip install {top}=={fits[-1].version}`"
+    broke = next((c.version for c in releases if Version(c.version) > Version(fits[-1].version)), "")
+    names = (use.name, ".".join((use.module, *use.chain[:1])), use.module)
+    told = [
+        n for n in changes(s, top) if n["name"] in names and Version(n["since"]) <= Version(installed["version"])
+    ]
+    told = [n for n in told if n["since"] == broke] or [n for n in told if "still" not in n and not called]
+    if told:
+        return f"since {told[-1]['since']}: {told[-1]['text']}; or {pin}"
+    span = fits[0].version if len(fits) == 1 else f"{fits[0].version} to {fits[-1].version}"
+    return f"{top} {span} had this: {pin}"
 
 
 def nothing_drifted(s: Subject) -> Iterator[Finding]:
@@ -75,26 +82,36 @@ def nothing_drifted(s: Subject) -> Iterator[Finding]:
         now = read_installed(s.python, package, base.of, folder_of(s), s.import_limit)
         evidence = {"written_for": then and then.version, "installed": now.version}
         evidence |= {"recorded": [c.version for c in releases]}
-        pin = f"`{s.python} -m pip install {package}=={base.version}`, or change the script as it says"
         if then is None:
-            text = f"no recorded release of {package} has every name as {s.script} uses it; {now.version} is installed"
-            yield warning(text, "`names` and `calls` say which", evidence)
+            text = f"no recorded release of {package} has every name as {s.script} uses it"
+            yield warning(f"{text}; {now.version} is installed", "`names` and `calls` say which", evidence)
+        elif any(now.lacks(use) for use in used(s, package)):
+            text = f"{s.script} is written for {package} {then.version}, {now.version} is installed"
+            pin = f"`{s.python} -m pip install {package}=={then.version}` brings all of it back"
+            yield warning(
+                text, f"{pin}; or change the script where `modules`, `names` and `calls` say so", evidence
+            )
         drift = list(differences(s, base, now))
         for use, text in drift:
-            message = f"{use.at}: {package} {base.version} → {now.version}: {text}"
-            yield warning(message, pin, evidence | {"file": str(use.file), "line": use.line, "name": use.name})
+            message = f"{use.at}: from {package} {base.version} to {now.version}: {text}"
+            yield warning(
+                message,
+                f"see that line {use.line} still means the same",
+                evidence | {"file": str(use.file), "line": use.line, "name": use.name},
+            )
         for note in changes(s, package):
-            mine = next((u for u in uses(s) if note["name"] in (u.name, ".".join((u.module, *u.chain[:1])))), None)
+            mine = next((u for u in uses(s) if note["name"] == ".".join((u.module, *u.chain[:1]))), None)
             if (
                 mine
                 and note.get("still")
                 and Version(base.version) < Version(note["since"]) <= Version(now.version)
             ):
                 text = f"{mine.at}: `{note['name']}` behaves otherwise since {package} {note['since']}: {note['text']}"
-                yield warning(text, pin, evidence | {"since": note["since"]})
-        if not drift:
-            as_in = f"as in {base.version}, which the script fits" if then else f"as in {base.version}"
-            yield info(f"what the script uses of {package} is in {now.version} {as_in}", evidence=evidence)
+                hint = f"see that the script still means this, or use {package} {base.version}"
+                yield warning(text, hint, evidence | {"since": note["since"], "line": mine.line})
+        if then and not drift:
+            text = f"{package} {now.version} promises what the script uses as {then.version} did, which it fits"
+            yield info(text, evidence=evidence)
 
 
 def differences(s: Subject, then: Contract, now: Contract) -> Iterator[tuple[Use, str]]:
@@ -109,8 +126,7 @@ def differences(s: Subject, then: Contract, now: Contract) -> Iterator[tuple[Use
         if a is None or a["kind"] == "unknown" or (b and b["kind"] == "unknown"):
             continue
         if b is None:
-            yield use, f"`{use.name}` is gone"
-            continue
+            continue  # `modules` or `names` has said so, with the cure
         if found := list(changed(a, b)):
             yield use, f"`{use.name}` {', '.join(found)}"
         for method, old in a.get("methods", {}).items():

@@ -19,7 +19,8 @@ NEEDS = {
         "vllm.config.speculative.SpeculativeConfig": "speculative decoding",
         "vllm.config.kv_transfer.KVTransferConfig": "handing out hidden states",
         "vllm.v1.spec_decode.extract_hidden_states.ExtractHiddenStatesProposer": "extracting hidden states",
-        "vllm.transformers_utils.configs.extract_hidden_states.ExtractHiddenStatesConfig": "extracting hidden states",
+        "vllm.transformers_utils.configs.extract_hidden_states"
+        ".ExtractHiddenStatesConfig": "extracting hidden states",
         "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
         ".ExampleHiddenStatesConnector": "writing hidden states to files",
         "vllm.model_executor.models.interfaces.SupportsEagle3.set_aux_hidden_state_layers": "choosing aux layers",
@@ -51,7 +52,8 @@ def engine_has_its_interface(s: Subject) -> Iterator[Finding]:
         if b is None:
             missing += 1
             having = [c.version for c in releases if c.look_up(name)]
-            hint = f"{s.engine} {', '.join(having)} have it: `{env.executable} -m pip install {s.engine}=={having[-1]}`"
+            install = f"`{env.executable} -m pip install {s.engine}=={having[-1]}`"
+            hint = f"{s.engine} {', '.join(having)} have it: {install}"
             yield error(f"{s.engine} {now.version} has no `{name}`: no {purpose}", hint, evidence | {"name": name})
         elif a and (drift := list(changed(a, b))):
             text = f"`{name}` ({purpose}) is not as in {s.engine} {then.version}: {', '.join(drift)}"

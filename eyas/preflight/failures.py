@@ -27,6 +27,12 @@ def explain(env: Environment, module: str, reply: Reply) -> tuple[str, str]:
     place = reply.failed["at"]
     at = f" at {place[0]}:{place[1]}" if place else ""
     first = message.strip().splitlines()[0] if message.strip() else ""
+    if kind == "ModuleNotFoundError" and missing and "." in missing and env.provider(missing.split(".")[0]):
+        other = env.dist_of(missing.split(".")[0])
+        text = (
+            f"importing `{part}` fails: {dist} wants the module `{missing}`, which {other} does not have{at}{of}"
+        )
+        return text, fitting(env, module, missing, dist, other)
     if kind == "ModuleNotFoundError":
         text = f"importing `{part}` needs `{missing}`, which is not installed (asked for{at}){of}"
         return text, f"`{env.executable} -m pip install {missing.split('.')[0] if missing else ''}`"
@@ -41,10 +47,7 @@ def explain(env: Environment, module: str, reply: Reply) -> tuple[str, str]:
         text = (
             f"importing `{part}` fails: {dist} wants `{name}` from `{other}`, which {owner} does not have{at}{of}"
         )
-        asked = env.requirement(module.split(".")[0], other.split(".")[0])
-        if asked:
-            return text, f"{dist} asks for {asked}: `{env.executable} -m pip install '{asked}'`"
-        return text, f"use versions of {dist} and {owner} that were released together"
+        return text, fitting(env, module, other, dist, owner)
     if kind == "SystemExit":
         return (
             f"importing `{part}` calls sys.exit({reply.failed['code']}){at}{of}",
@@ -53,10 +56,20 @@ def explain(env: Environment, module: str, reply: Reply) -> tuple[str, str]:
     if kind == "SyntaxError":
         text = f"importing `{part}`: Python {env.version} cannot read it: {first}{of}"
         return text, f"{dist} needs another Python, or its files are damaged: reinstall it"
-    if kind == "OSError" and ".so" in first or "undefined symbol" in first or "GLIBC" in first:
+    if (kind == "OSError" and ".so" in first) or "undefined symbol" in first or "GLIBC" in first:
         text = f"importing `{part}` fails in compiled code: {first}{of}"
         return text, f"reinstall {dist} as built for torch {env.version_of('torch') or '(none is installed)'}"
     return (
         f"importing `{part}` raises {kind}: {first}{at}{of}",
         f"mend what it says; `{env.executable} -c 'import {part}'` shows all of it",
     )
+
+
+def fitting(env: Environment, module: str, other: str, dist: str, owner: str) -> str:
+    """How to get versions of two packages that fit."""
+    asked = env.requirement(module.split(".")[0], other.split(".")[0])
+    if asked and not asked.isidentifier():
+        return f"{dist} asks for {asked}: `{env.executable} -m pip install '{asked}'`"
+    name, version = owner.split(" ") if " " in owner else (owner, "")
+    older = f": perhaps `{env.executable} -m pip install '{name}<{version.split('.')[0]}'`" if version else ""
+    return f"{dist} was made for another {name}{older}"

@@ -1,5 +1,5 @@
 """Environment, its GPUs: does torch fit the driver, does every device compute, who holds their memory, and are as
-many visible as the launcher asks for? nvidia-smi is asked, and torch in a process of its own: this one stays clean.
+many visible as the launcher asks for? nvidia-smi is asked, and torch in a process of its own.
 """
 
 import os
@@ -171,8 +171,8 @@ def as_many_gpus_as_asked(s: Subject) -> Iterator[Finding]:
         unknown = [x for x in listed if x.isdigit() and int(x) >= len(gpus)]
         if unknown or len(set(listed)) < len(listed):
             wrong = f"GPU {unknown[0]}, and there are {len(gpus)}" if unknown else "one GPU twice"
-            text = f"CUDA_VISIBLE_DEVICES={chosen} names {wrong}: CUDA ignores that and all after it; {seen} are visible"
-            yield error(text, f"choose among 0 to {len(gpus) - 1}, each once", evidence)
+            text = f"CUDA_VISIBLE_DEVICES={chosen} names {wrong}: CUDA ignores that and all after it"
+            yield error(f"{text}; {seen} are visible", f"choose among 0 to {len(gpus) - 1}, each once", evidence)
         elif not listed or listed == ["-1"]:
             yield warning(
                 f"CUDA_VISIBLE_DEVICES={chosen!r} hides all {len(gpus)} GPUs", "unset it to use them", evidence

@@ -101,9 +101,13 @@ def judge(
 def modules_import(s: Subject) -> Iterator[Finding]:
     done, said = resolved(s), set()
     for use in first_uses(s):
-        reply = done.replies[use.module]
+        reply, known = done.replies[use.module], done.modules.get(use.module.split(".")[0])
         if reply.result is None:
-            yield from broken(s, use, reply)
+            if known and use.module not in known:
+                yield from no_such_module(s, use)
+            if (reply.fault, reply.importing) not in said:  # what one package needs, each of its modules needs
+                said.add((reply.fault, reply.importing))
+                yield from broken(s, use, reply)
             continue
         for finding in effects_of(use, reply):
             key = (use.module.split(".")[0], finding.level, finding.message.rpartition(": ")[2])
@@ -117,8 +121,19 @@ def modules_import(s: Subject) -> Iterator[Finding]:
     yield info(text, evidence={"seconds": seconds, "python": s.python})
 
 
+def no_such_module(s: Subject, use: Use) -> Iterator[Finding]:
+    done, top = resolved(s), use.module.split(".")[0]
+    dist = environment(s).dist_of(top) or f"`{top}` beside the script"
+    wanted = sorted({u.chain[0] for u in uses(s) if u.module == use.module and u.chain})
+    cures = [f"`from {done.places[n][0]} import {n}`" for n in wanted if n in done.places]
+    close = difflib.get_close_matches(use.module, done.modules[top], 3)
+    hint = "; ".join(cures) or (f"it has {', '.join(close)}" if close else "")
+    hint = "; ".join(filter(None, [hint, contracts.remedy(s, use)]))
+    yield from judge(s, use, f"{dist} has no module `{use.module}`", hint, wanted=wanted, modules=close)
+
+
 def broken(s: Subject, use: Use, reply: Reply) -> Iterator[Finding]:
-    env, done, part = environment(s), resolved(s), reply.importing or use.module
+    env, known = environment(s), resolved(s).modules
     missing, top = (reply.failed or {}).get("missing"), use.module.split(".")[0]
     if reply.failed and reply.failed["type"] == "ModuleNotFoundError" and missing == top:
         text, hint = (
@@ -126,14 +141,8 @@ def broken(s: Subject, use: Use, reply: Reply) -> Iterator[Finding]:
             f"`{s.python} -m pip install {contracts.wanted(s, top)}`",
         )
         yield from judge(s, use, text, hint, absent=True)
-    elif reply.failed and reply.failed["type"] == "ModuleNotFoundError" and (missing == part):
-        dist = env.dist_of(top) or top
-        wanted = sorted({u.chain[0] for u in uses(s) if u.module == use.module and u.chain})
-        cures = [f"`from {done.places[n][0]} import {n}`" for n in wanted if n in done.places]
-        close = difflib.get_close_matches(use.module, done.modules.get(top, []), 3)
-        hint = "; ".join(cures) or (f"it has {', '.join(close)}" if close else "")
-        hint = "; ".join(filter(None, [hint, contracts.remedy(s, use)]))
-        yield from judge(s, use, f"{dist} has no module `{missing}`", hint, wanted=wanted, modules=close)
+    elif missing and missing in (use.module, reply.importing) and missing not in known.get(top, [missing]):
+        return  # `no_such_module` has said so
     else:
         text, hint = failures.explain(env, use.module, reply)
         evidence = {"stderr": reply.stderr[-1000:], "at": reply.at, "returncode": reply.returncode}
@@ -182,18 +191,25 @@ def first_line(text: str) -> str:
 
 def names_are_there(s: Subject) -> Iterator[Finding]:
     done, asked = resolved(s), {use.module for use in uses(s) if use.kind != "attribute"}
-    count, said = 0, set()
+    seen, faults, old = set(), {}, {}
     for use in uses(s):
         found = done.names.get(owner(use, asked))
-        if not use.chain or found is None or (use.line, use.chain) in said:
+        if not use.chain or found is None:
             continue
-        said.add((use.line, use.chain))
-        count += 1
+        seen.add((use.file, use.line, use.chain))
         if found.get("missing"):
-            yield from judge(s, use, *absent_name(s, use, found), available=found.get("names", [])[:200])
+            faults.setdefault((use.file, found["holder"], found["missing"]), []).append((use, found))
         for text in found.get("deprecated", []):
-            yield warning(f"{use.at}: `{use.name}` is deprecated: {first_line(text)}", f"now: `{use.text}`")
-    yield info(f"{count} uses of names were looked up in the installed modules")
+            old.setdefault((use.name, first_line(text)), use)
+    for same in faults.values():  # said once, at the import or the first use
+        use, found = same[0]
+        yield from judge(s, use, *absent_name(s, use, found), lines=[u.line for u, _ in same])
+    for (name, text), use in old.items():
+        evidence = {"file": str(use.file), "line": use.line, "name": name}
+        yield warning(
+            f"{use.at}: `{name}` is deprecated: {text}", "follow what it says before it is removed", evidence
+        )
+    yield info(f"{len(seen)} uses of names were looked up in the installed modules")
 
 
 def absent_name(s: Subject, use: Use, found: dict[str, Any]) -> tuple[str, str]:
@@ -229,8 +245,10 @@ def calls_fit(s: Subject) -> Iterator[Finding]:
             yield warning(f"{use.at}: `{use.name}` {fault}: it is ignored without a word", f"{name}{signature}")
             continue
         dist = environment(s).dist_of(use.module.split(".")[0]) or "the module beside the script"
-        hint = "; ".join(filter(None, [f"in {dist} it is `{name}{signature}`", contracts.remedy(s, use)]))
-        yield from judge(s, use, f"`{use.name}` {fault}", hint, signature=signature, call=use.text)
+        told = [f"in {dist} it is `{name}{signature}`", contracts.remedy(s, use, called=True)]
+        yield from judge(
+            s, use, f"`{use.name}` {fault}", "; ".join(filter(None, told)), signature=signature, call=use.text
+        )
     yield info(
         f"{count} calls fit or not by their signatures; {unknown} cannot be told", evidence={"unknown": unknown}
     )

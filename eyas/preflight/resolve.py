@@ -7,7 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from eyas.preflight.calls import read_signature
 from eyas.preflight.child import Reply, ask
+from eyas.preflight.contract import read_installed
 from eyas.preflight.finding import Subject
 from eyas.preflight.packages import environment
 from eyas.preflight.script import Use, folder_of, uses
@@ -22,7 +24,7 @@ class Resolved:
     replies: dict[str, Reply] = field(default_factory=dict)
     names: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = field(default_factory=dict)
     places: dict[str, list[str]] = field(default_factory=dict)  # missing name -> modules that have it
-    modules: dict[str, list[str]] = field(default_factory=dict)  # package -> its modules
+    modules: dict[str, list[str]] = field(default_factory=dict)  # package that fails -> its modules
     failed_guards: set[tuple[Path, int]] = field(default_factory=set)
 
 
@@ -63,6 +65,7 @@ def resolved(s: Subject) -> Resolved:
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(work, groups.values()))
+    read_what_fails(s, done, names)
     locate(s, done)
     for use in wanted:
         absent = (done.names.get((use.module, use.chain)) or {}).get("missing")
@@ -88,15 +91,37 @@ def ok(done: Resolved, use: Use) -> bool:
     return done.replies[use.module].result is not None
 
 
+def read_what_fails(s: Subject, done: Resolved, names: dict[str, list[list[str]]]) -> None:
+    """Of packages that are there and do not import, look up names in their files: one run shows all faults."""
+    failing = {m.split(".")[0] for m, reply in done.replies.items() if reply.result is None}
+    for top in failing:
+        mine = tuple(m for m in done.replies if m.split(".")[0] == top)
+        if environment(s).modules.get(top) is None:
+            continue
+        found = read_installed(s.python, top, mine, folder_of(s), s.import_limit)
+        for module in mine if found else ():
+            for chain in names.get(module, []) if module in found.modules else []:
+                entry = found.find(module, tuple(chain))
+                if entry is None:
+                    here = list(found.modules[module])
+                    answer = {"missing": chain[0], "holder": module, "is_module": True, "names": here}
+                elif entry["kind"] == "unknown":
+                    continue
+                else:
+                    signature = entry.get("signature")
+                    answer = {"params": read_signature(signature) if signature else None, "ignores_unknown": False}
+                done.names.setdefault((module, tuple(chain)), answer)
+
+
 def locate(s: Subject, done: Resolved) -> None:
     """Read the files of packages that lack something, to say where it is instead."""
     lost: dict[str, set[str]] = {}
     for use in uses(s):
-        found = done.names.get((use.module, use.chain), {}).get("missing")
-        if use.chain and (found or not ok(done, use)):
-            lost.setdefault(use.module.split(".")[0], set()).add(found or use.chain[0])
+        answer = done.names.get((use.module, use.chain))
+        if use.chain and (answer.get("missing") if answer else not ok(done, use)):
+            lost.setdefault(use.module.split(".")[0], set()).add((answer or {}).get("missing") or use.chain[0])
     for module, reply in done.replies.items():
-        if reply.failed:
+        if reply.result is None:
             lost.setdefault(module.split(".")[0], set())
     for top, names in lost.items():
         if environment(s).modules.get(top):

@@ -228,13 +228,9 @@ class Script:
     def _dynamic(self, node: ast.Call, where: Where) -> None:
         """`importlib.import_module("a.b")` and `__import__("a.b")`."""
         called, first = ast.unparse(node.func), node.args[0] if node.args else None
-        if called in ("importlib.import_module", "import_module", "__import__"):
-            if (
-                isinstance(first, ast.Constant)
-                and isinstance(first.value, str)
-                and not first.value.startswith(".")
-            ):
-                self._imports.append(self._use(first.value, (), node.lineno, where, "import"))
+        dynamic = called in ("importlib.import_module", "import_module", "__import__")
+        if dynamic and isinstance(first, ast.Constant) and not str(first.value).startswith("."):
+            self._imports.append(self._use(str(first.value), (), node.lineno, where, "import"))
 
 
 def caught(handler: ast.ExceptHandler) -> set[str]:
