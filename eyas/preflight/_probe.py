@@ -115,10 +115,7 @@ def exists(name):
 
 def effects():
     """What an import should leave alone."""
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    state: dict = {"memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    state: dict = {"memory": peak_memory()}
     state["threads"] = [t.name for t in threading.enumerate() if not t.daemon]
     state["folder"], state["devices"] = os.getcwd(), os.environ.get("CUDA_VISIBLE_DEVICES")
     state["processes"], state["gpu"] = [], []
@@ -133,6 +130,14 @@ def effects():
     state["gpu_memory"] = cuda.memory_reserved() if cuda and cuda.is_initialized() else 0
     state["cuda"] = bool(cuda and cuda.is_initialized())
     return state
+
+
+def peak_memory():
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    import resource  # elsewhere; on Linux it would count the parent's memory as well
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def changes(before, after):

@@ -84,14 +84,10 @@ def load(folder: Path) -> tuple[Contract, ...]:
 
 
 def read_installed(python: str, package: str, of: tuple[str, ...], folder: Path, limit: float = 60.0) -> Contract:
-    """The contract of what is installed for an interpreter. Raises EyasError when there is no such package."""
+    """The contract of what is installed for an interpreter. No modules when there is none."""
     reply = ask(python, "record", limit, folder, top=package, of=list(of))
     if reply.result is None:
         raise EyasError(f"the files of {package} cannot be read by {python}: {reply.fault}")
-    if not reply.result["modules"]:
-        raise EyasError(
-            f"{python} has no module {' or '.join(of)} with Python files", "give names as in `import a.b`"
-        )
     return Contract(package, reply.result["version"] or "0", of, reply.result["modules"])
 
 
@@ -108,6 +104,8 @@ def record(names: list[str], python: str, out: Path | None) -> dict[str, Any]:
     contracts/NAME-VERSION.json, where a script beside that folder finds it."""
     package = names[0].split(".")[0]
     contract = read_installed(python, package, tuple(names), Path.cwd())
+    if not contract.modules:
+        raise EyasError(f"{python} has no {' or '.join(names)} with Python files", "give names as in `import a.b`")
     file = out or Path("contracts", f"{package}-{contract.version}.json")
     write(contract, file)
     count = sum(len(m) for m in contract.modules.values())

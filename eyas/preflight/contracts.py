@@ -101,12 +101,10 @@ def nothing_drifted(s: Subject) -> Iterator[Finding]:
             )
         for note in changes(s, package):
             mine = next((u for u in uses(s) if note["name"] == ".".join((u.module, *u.chain[:1]))), None)
-            if (
-                mine
-                and note.get("still")
-                and Version(base.version) < Version(note["since"]) <= Version(now.version)
-            ):
-                text = f"{mine.at}: `{note['name']}` behaves otherwise since {package} {note['since']}: {note['text']}"
+            between = Version(base.version) < Version(note["since"]) <= Version(now.version)
+            if mine and between and note.get("still"):
+                since = f"since {package} {note['since']}: {note['text']}"
+                text = f"{mine.at}: `{note['name']}` behaves otherwise {since}"
                 hint = f"see that the script still means this, or use {package} {base.version}"
                 yield warning(text, hint, evidence | {"since": note["since"], "line": mine.line})
         if then and not drift:

@@ -56,7 +56,7 @@ def explain(env: Environment, module: str, reply: Reply) -> tuple[str, str]:
     if kind == "SyntaxError":
         text = f"importing `{part}`: Python {env.version} cannot read it: {first}{of}"
         return text, f"{dist} needs another Python, or its files are damaged: reinstall it"
-    if (kind == "OSError" and ".so" in first) or "undefined symbol" in first or "GLIBC" in first:
+    if (".so" in first and "cannot open" in first) or "undefined symbol" in first or "GLIBC" in first:
         text = f"importing `{part}` fails in compiled code: {first}{of}"
         return text, f"reinstall {dist} as built for torch {env.version_of('torch') or '(none is installed)'}"
     return (

@@ -13,7 +13,7 @@ from eyas.preflight.calls import misfit, written
 from eyas.preflight.child import Reply, ask
 from eyas.preflight.finding import Check, Finding, Subject, error, info, warning
 from eyas.preflight.packages import environment
-from eyas.preflight.resolve import owner, rank, resolved
+from eyas.preflight.resolve import rank, resolved
 from eyas.preflight.script import Use, folder_of, scripts, uses
 
 MEMORY = 2 << 30  # bytes an import may take without a word
@@ -79,21 +79,22 @@ def first_uses(s: Subject) -> list[Use]:
     return sorted(found.values(), key=lambda u: rank(u.module))
 
 
-def judge(
-    s: Subject, use: Use, message: str, hint: str, absent: bool = False, **evidence: Any
-) -> Iterator[Finding]:
-    """The finding for a fault at `use`: an error, unless the script can go on without. `absent`: not installed."""
-    where, level = use.where, "error"
+def judge(s: Subject, use: Use, fault: str, message: str, hint: str, **evidence: Any) -> Iterator[Finding]:
+    """The finding for a fault at `use`: an error, unless the script goes on without. fault: the "package" is not
+    installed; a module or "name" is not in it; it is "broken", or so that no `except` catches it ("fatal")."""
+    where, level, note = use.where, "error", ""
     if where.need == "fallback" and (use.file, where.guard) not in resolved(s).failed_guards:
         return
     if where.need == "conditional":
-        level, note = ("warning" if absent else "error"), f" (only if `{where.condition}`)"
+        level, note = ("warning" if fault == "package" else "error"), f" (only if `{where.condition}`)"
+    elif where.need == "guarded" and fault == "fatal":
+        note = " (the `except` around it does not catch this)"
     elif where.need == "guarded":
-        level, note = ("info" if absent else "warning"), " (the script goes on without it)"
+        level, note = ("warning" if fault == "broken" else "info"), " (the script goes on without it)"
     elif where.need == "typing":
         level, note = "info", " (only for type checkers)"
-    else:
-        note = f" (fails only when {where.function}() runs)" if where.function else ""
+    elif where.function:
+        note = f" (fails only when {where.function}() runs)"
     evidence |= {"file": str(use.file), "line": use.line, "name": use.name, "python": s.python}
     yield Finding(level, f"{use.at}: {message}{note}", hint, evidence)
 
@@ -122,31 +123,39 @@ def modules_import(s: Subject) -> Iterator[Finding]:
 
 
 def no_such_module(s: Subject, use: Use) -> Iterator[Finding]:
-    done, top = resolved(s), use.module.split(".")[0]
-    dist = environment(s).dist_of(top) or f"`{top}` beside the script"
+    done, top, dist = resolved(s), use.module.split(".")[0], source_of(s, use)
     wanted = sorted({u.chain[0] for u in uses(s) if u.module == use.module and u.chain})
     cures = [f"`from {done.places[n][0]} import {n}`" for n in wanted if n in done.places]
     close = difflib.get_close_matches(use.module, done.modules[top], 3)
     hint = "; ".join(cures) or (f"it has {', '.join(close)}" if close else "")
     hint = "; ".join(filter(None, [hint, contracts.remedy(s, use)]))
-    yield from judge(s, use, f"{dist} has no module `{use.module}`", hint, wanted=wanted, modules=close)
+    yield from judge(s, use, "name", f"{dist} has no module `{use.module}`", hint, wanted=wanted, modules=close)
 
 
 def broken(s: Subject, use: Use, reply: Reply) -> Iterator[Finding]:
     env, known = environment(s), resolved(s).modules
     missing, top = (reply.failed or {}).get("missing"), use.module.split(".")[0]
+    kind = reply.failed["type"] if reply.failed else "SystemExit"  # a crash is caught as little
     if reply.failed and reply.failed["type"] == "ModuleNotFoundError" and missing == top:
         text, hint = (
             f"`{top}` is not installed for {s.python}",
             f"`{s.python} -m pip install {contracts.wanted(s, top)}`",
         )
-        yield from judge(s, use, text, hint, absent=True)
+        yield from judge(s, use, "package", text, hint)
     elif missing and missing in (use.module, reply.importing) and missing not in known.get(top, [missing]):
         return  # `no_such_module` has said so
     else:
         text, hint = failures.explain(env, use.module, reply)
         evidence = {"stderr": reply.stderr[-1000:], "at": reply.at, "returncode": reply.returncode}
-        yield from judge(s, use, text, hint, failure=reply.failed, **evidence)
+        by_name = {"ImportError", "ModuleNotFoundError"} | (set() if use.where.imports_only else {kind})
+        fault = "broken" if kind in by_name and kind != "SystemExit" else "fatal"
+        yield from judge(s, use, fault, text, hint, failure=reply.failed, **evidence)
+
+
+def source_of(s: Subject, use: Use) -> str:
+    """Where a module comes from, with its version."""
+    env, top = environment(s), use.module.split(".")[0]
+    return env.dist_of(top) or (f"Python {env.version}" if top in env.stdlib else f"{top} beside the script")
 
 
 def effects_of(use: Use, reply: Reply) -> Iterator[Finding]:
@@ -190,10 +199,10 @@ def first_line(text: str) -> str:
 
 
 def names_are_there(s: Subject) -> Iterator[Finding]:
-    done, asked = resolved(s), {use.module for use in uses(s) if use.kind != "attribute"}
+    done = resolved(s)
     seen, faults, old = set(), {}, {}
     for use in uses(s):
-        found = done.names.get(owner(use, asked))
+        found = done.answer(use)
         if not use.chain or found is None:
             continue
         seen.add((use.file, use.line, use.chain))
@@ -203,7 +212,7 @@ def names_are_there(s: Subject) -> Iterator[Finding]:
             old.setdefault((use.name, first_line(text)), use)
     for same in faults.values():  # said once, at the import or the first use
         use, found = same[0]
-        yield from judge(s, use, *absent_name(s, use, found), lines=[u.line for u, _ in same])
+        yield from judge(s, use, "name", *absent_name(s, use, found), lines=[u.line for u, _ in same])
     for (name, text), use in old.items():
         evidence = {"file": str(use.file), "line": use.line, "name": name}
         yield warning(
@@ -214,7 +223,7 @@ def names_are_there(s: Subject) -> Iterator[Finding]:
 
 def absent_name(s: Subject, use: Use, found: dict[str, Any]) -> tuple[str, str]:
     name, holder, done = found["missing"], found["holder"], resolved(s)
-    dist = environment(s).dist_of(use.module.split(".")[0]) or "the module beside the script"
+    dist = source_of(s, use)
     text = f"`{holder}` ({dist}) exposes nothing named `{name}`"
     if not found["is_module"]:
         return text, contracts.remedy(s, use) or f"see `{s.python} -m pydoc {holder}`"
@@ -224,13 +233,15 @@ def absent_name(s: Subject, use: Use, found: dict[str, Any]) -> tuple[str, str]:
     where = [m for m in done.places.get(name, []) if m != holder]
     hint = f"it is in {where[0]}: `from {where[0]} import {name}`" if where else ""
     hint = hint or (f"did you mean {' or '.join(close)}?" if close else "")
+    if not hint and holder.split(".")[0] in environment(s).stdlib:
+        hint = f"this Python no longer has it, or does not have it yet: see `{s.python} -m pydoc {holder}`"
     return text, "; ".join(filter(None, [hint, contracts.remedy(s, use)]))
 
 
 def calls_fit(s: Subject) -> Iterator[Finding]:
-    done, asked, unknown, count = resolved(s), {u.module for u in uses(s) if u.kind != "attribute"}, 0, 0
+    done, unknown, count = resolved(s), 0, 0
     for use in uses(s):
-        found = done.names.get(owner(use, asked))
+        found = done.answer(use)
         if use.call is None or found is None or found.get("missing"):
             continue
         if found["params"] is None:
@@ -244,14 +255,11 @@ def calls_fit(s: Subject) -> Iterator[Finding]:
         if found["ignores_unknown"] and "no parameter" in fault:
             yield warning(f"{use.at}: `{use.name}` {fault}: it is ignored without a word", f"{name}{signature}")
             continue
-        dist = environment(s).dist_of(use.module.split(".")[0]) or "the module beside the script"
+        dist = source_of(s, use)
         told = [f"in {dist} it is `{name}{signature}`", contracts.remedy(s, use, called=True)]
-        yield from judge(
-            s, use, f"`{use.name}` {fault}", "; ".join(filter(None, told)), signature=signature, call=use.text
-        )
-    yield info(
-        f"{count} calls fit or not by their signatures; {unknown} cannot be told", evidence={"unknown": unknown}
-    )
+        hint, text = "; ".join(filter(None, told)), f"`{use.name}` {fault}"
+        yield from judge(s, use, "name", text, hint, signature=signature, call=use.text)
+    yield info(f"{count} calls were held against signatures, {unknown} have none", evidence={"unknown": unknown})
 
 
 CHECKS = [

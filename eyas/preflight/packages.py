@@ -157,17 +157,16 @@ def versions_fit(s: Subject) -> Iterator[Finding]:
         found = env.version_of(name)
         if found and Version(found).major > Version(tested).major:
             text = f"{name} {found} is newer than the newest that eyas was tested with, {tested}"
-            yield warning(
-                text, f"`{env.executable} -m pip install '{name}<{Version(found).major}'` if something breaks"
-            )
+            older = f"`{env.executable} -m pip install '{name}<{Version(found).major}'`"
+            yield warning(text, f"{older} if something breaks")
     core = {n: env.version_of(n) for n in TESTED if env.version_of(n)}
     listed = ", ".join(f"{n} {v}" for n, v in core.items())
     yield info(f"{len(fitting)} needs are met; {listed}", evidence={"met": fitting, "tested": TESTED})
 
 
 def installs_are_whole(s: Subject) -> Iterator[Finding]:
-    """Libraries look for a package by its folder and then for its version by its metadata: with one of the two they
-    crash, or take a wrong turn without a word."""
+    """Libraries look for a package by its folder and then for its version by its metadata: with one of the two
+    they crash, or take a wrong turn without a word."""
     env = environment(s)
     needed = {top for d in roots(s, env) for top in d["tops"]} | tops(s, "always")
     for top, place in env.modules.items():

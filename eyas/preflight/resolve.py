@@ -25,14 +25,21 @@ class Resolved:
     names: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = field(default_factory=dict)
     places: dict[str, list[str]] = field(default_factory=dict)  # missing name -> modules that have it
     modules: dict[str, list[str]] = field(default_factory=dict)  # package that fails -> its modules
+    asked: set[str] = field(default_factory=set)  # modules that import statements name
     failed_guards: set[tuple[Path, int]] = field(default_factory=set)
+
+    def answer(self, use: Use) -> dict[str, Any] | None:
+        return self.names.get(owner(use, self.asked))
+
+    def imports(self, use: Use) -> bool:
+        return self.replies[owner(use, self.asked)[0]].result is not None
 
 
 @lru_cache(maxsize=1)
 def resolved(s: Subject) -> Resolved:
     """Import every module once, and look up every name."""
     done, env, wanted = Resolved(), environment(s), uses(s)
-    asked = {use.module for use in wanted if use.kind != "attribute"}
+    asked = done.asked = {use.module for use in wanted if use.kind != "attribute"}
     names: dict[str, list[list[str]]] = {}
     for use in wanted:
         if use.chain:
@@ -68,8 +75,8 @@ def resolved(s: Subject) -> Resolved:
     read_what_fails(s, done, names)
     locate(s, done)
     for use in wanted:
-        absent = (done.names.get((use.module, use.chain)) or {}).get("missing")
-        if use.where.guard and use.kind != "attribute" and (not ok(done, use) or absent):
+        absent = (done.answer(use) or {}).get("missing")
+        if use.where.guard and use.kind != "attribute" and (not done.imports(use) or absent):
             done.failed_guards.add((use.file, use.where.guard))
     return done
 
@@ -85,10 +92,6 @@ def owner(use: Use, asked: set[str]) -> tuple[str, tuple[str, ...]]:
         if use.kind == "attribute" and (module := ".".join((use.module, *use.chain[:i]))) in asked:
             return module, use.chain[i:]
     return use.module, use.chain
-
-
-def ok(done: Resolved, use: Use) -> bool:
-    return done.replies[use.module].result is not None
 
 
 def read_what_fails(s: Subject, done: Resolved, names: dict[str, list[list[str]]]) -> None:
@@ -117,8 +120,8 @@ def locate(s: Subject, done: Resolved) -> None:
     """Read the files of packages that lack something, to say where it is instead."""
     lost: dict[str, set[str]] = {}
     for use in uses(s):
-        answer = done.names.get((use.module, use.chain))
-        if use.chain and (answer.get("missing") if answer else not ok(done, use)):
+        answer = done.answer(use)
+        if use.chain and (answer.get("missing") if answer else not done.imports(use)):
             lost.setdefault(use.module.split(".")[0], set()).add((answer or {}).get("missing") or use.chain[0])
     for module, reply in done.replies.items():
         if reply.result is None:
