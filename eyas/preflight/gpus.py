@@ -119,6 +119,7 @@ def every_device_computes(s: Subject) -> Iterator[Finding]:
                 yield error(text, "install a torch build for this GPU", {"capability": capability, "archs": ready})
         if fault := found.get("fault"):
             hint = "look at `nvidia-smi -q` for this device; the others can be chosen by CUDA_VISIBLE_DEVICES"
+            hint = hint if capability else f"reinstall torch {torch['version']}: this build does not fit this CPU"
             yield error(f"{name} cannot multiply matrices: {fault}", hint, found)
         else:
             yield info(

@@ -71,10 +71,10 @@ class Environment:
     def requirement(self, top: str, other: str) -> str:
         """What the distribution behind `top` asks of the one behind `other`."""
         mine, theirs = self.provider(top), self.provider(other)
-        for r in self.requirements(mine) if mine and theirs else ():
-            if canonicalize_name(r.name) == canonicalize_name(theirs["name"]):
-                return f"{r.name}{r.specifier}"
-        return ""
+        if not (mine and theirs):
+            return ""
+        asked, wanted = self.requirements(mine), canonicalize_name(theirs["name"])
+        return next((f"{r.name}{r.specifier}" for r in asked if canonicalize_name(r.name) == wanted), "")
 
     def requirements(self, dist: dict[str, Any]) -> Iterator[Requirement]:
         """What a distribution always needs here."""

@@ -129,7 +129,8 @@ FAULTS = [
     Fault("name deprecated", "names", "`kit.old` is deprecated: kit.old is kit.new now", "before it is removed",
           "from kit import old\n",
           {"kit/__init__.py": "import warnings\ndef __getattr__(name):\n    if name == 'old':\n"
-          "        warnings.warn('kit.old is kit.new now', DeprecationWarning, 2)\n        return 1\n    raise AttributeError(name)\n"},
+          "        warnings.warn('kit.old is kit.new now', DeprecationWarning, 2)\n"
+          "        return 1\n    raise AttributeError(name)\n"},
           "warning"),
     Fault("name marked deprecated", "names", "`kit.old` is deprecated: use new", "before it is removed",
           "from kit import old\n", {"kit/__init__.py": "def old(): ...\nold.__deprecated__ = 'use new'\n"},

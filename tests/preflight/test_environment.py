@@ -1,0 +1,326 @@
+"""Machines and installations with one fault each: false tools on the PATH, false packages, limits really set."""
+
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eyas.config import RunConfig
+from eyas.files import write_json
+from eyas.preflight import environment, packages
+from eyas.preflight.finding import Subject
+from eyas.preflight.runner import run_preflight
+from tests.preflight.faults import Fault, expect, names, of, write
+
+# A torch that says what real ones say of machines that are not at hand.
+TORCH = """
+__version__, float32, bfloat16 = "2.11.0+cu128", "float32", "bfloat16"
+class version: cuda, hip = "12.8", None
+class _C: _cuda_getDriverVersion = staticmethod(lambda: 12020)
+class Product(float):
+    __matmul__ = lambda self, other: Product(self * other * 256)
+    float = sum = lambda self: self
+def ones(*shape, dtype, device):
+    if device in cuda.broken: raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    return Product(256)
+class cuda:
+    broken, capability = [], (9, 0)
+    is_available = staticmethod(lambda: True)
+    is_initialized = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 2)
+    get_arch_list = staticmethod(lambda: ["sm_80", "sm_90"])
+    get_device_name = staticmethod(lambda d: "NVIDIA H200")
+    get_device_capability = staticmethod(lambda d: cuda.capability)
+    mem_get_info = staticmethod(lambda d: (140 * 10**9, 141 * 10**9))
+"""
+META = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
+GPUS = {"torch/__init__.py": TORCH, "torch-2.11.0+cu128.dist-info/METADATA": META.format("torch", "2.11.0+cu128")}
+GPUS |= {"torch-2.11.0+cu128.dist-info/top_level.txt": "torch\n"}
+
+SMI = """#!/bin/sh
+case "$*" in
+-L) echo "GPU 0: NVIDIA H200 (UUID: GPU-a)"; echo "GPU 1: NVIDIA H200 (UUID: GPU-b)";;
+"-i 0"*) echo "0, GPU-a, NVIDIA H200, 570.10, 143771, 0";;
+"-i 1"*) echo "1, GPU-b, NVIDIA H200, 570.10, 143771, 0";;
+esac
+"""
+
+
+def torch_with(change: str) -> dict[str, str]:
+    return GPUS | {"torch/__init__.py": TORCH + change + "\n"}
+
+
+def dist(name: str, version: str, requires: str = "", module: bool = True) -> dict[str, str]:
+    top = name.replace("-", "_")
+    files = {f"{top}-{version}.dist-info/METADATA": META.format(name, version) + requires}
+    files[f"{top}-{version}.dist-info/top_level.txt"] = f"{top}\n"
+    return files | ({f"{top}/__init__.py": ""} if module else {})
+
+
+BUSY = SMI.replace("143771, 0", "143771, 129000", 1)
+HELD = BUSY + 'case "$1" in --query-compute*) echo "GPU-a, PID, 128990";; esac\n'
+LOST = SMI.replace(
+    "1, GPU-b, NVIDIA H200, 570.10, 143771, 0", "Unable to determine the device handle: Unknown Error"
+)
+
+FAULTS = [
+    Fault("torch not installed", "torch", "torch is not installed for", "-m pip install torch"),
+    Fault("torch does not import", "torch", "torch does not import: OSError: libcudart.so.12", "reinstall torch",
+          files=GPUS | {"torch/__init__.py": "raise OSError('libcudart.so.12: cannot open')\n"}),
+    Fault("driver too old", "torch", "cannot use the 2 GPUs: driver 570.10, which knows CUDA up to 12.2",
+          "update the driver", files=torch_with("cuda.is_available = lambda: False")),
+    Fault("torch without CUDA", "torch",
+          "is built without CUDA, and 2 GPUs are here (NVIDIA H200, driver 570.10)", "install a CUDA build",
+          level="warning",
+          files=torch_with("version.cuda = None; cuda.is_available = lambda: False; __version__ = '2.11.0+cpu'")),
+    Fault("one GPU of two is broken", "devices",
+          "cuda:1 NVIDIA H200 cannot multiply matrices: RuntimeError: CUDA error: unc", "CUDA_VISIBLE_DEVICES",
+          files=torch_with("cuda.broken = ['cuda:1']")),
+    Fault("wrong product", "devices", "cpu cannot multiply matrices: a product of ones in float32 is wrong",
+          "does not fit this CPU",
+          files=torch_with("ok = ones\ndef ones(*a, dtype, device): return Product(3 * (device == 'cpu') or 256)")),
+    Fault("no kernels for this GPU", "devices",
+          "cuda:0 NVIDIA H200 has capability 7.0, torch 2.11.0+cu128 has kernels for sm_80",
+          "a torch build for this GPU",
+          files=torch_with("cuda.device_count = lambda: 1; cuda.capability = (7, 0)")),
+    Fault("extension for another CUDA", "extensions",
+          "fused 1.2+cu124 is built for CUDA 124, torch 2.11.0+cu128 is CUDA 128",
+          "install the fused built for torch 2.11.0+cu128", files=GPUS | dist("fused", "1.2+cu124")),
+    Fault("extension for another torch", "extensions",
+          "flash-attn 2.8.3+cu12torch2.8 is built for torch 2.8, torch 2.11", "built for torch 2.11.0+cu128",
+          files=GPUS | dist("flash-attn", "2.8.3+cu12torch2.8")),
+    Fault("extension without CUDA", "extensions", "torchvision 0.26+cpu is built for CUDA cpu",
+          "install the torchvision built", files=GPUS | dist("torchvision", "0.26+cpu")),
+    Fault("pinned to another torch", "versions", "torch 2.11.0+cu128 is installed, fused 1.2 needs ==2.9.1",
+          "pip install 'torch==2.9.1'", files=GPUS | dist("fused", "1.2", "Requires-Dist: torch==2.9.1\n")),
+    Fault("need not met", "versions", "lib 2.0 is installed, kit 1.0 needs <2", "pip install 'lib<2'",
+          level="warning", files=GPUS | dist("lib", "2.0") | dist("kit", "1.0", "Requires-Dist: lib<2\n")),
+    Fault("need not there", "versions", "kit 1.0 needs lib>=1, which is not installed", "pip install 'lib>=1'",
+          files=GPUS | dist("kit", "1.0", "Requires-Dist: lib>=1\nRequires-Dist: other; extra == 'more'\n")),
+    Fault("package for another Python", "python", "kit 1.0 needs Python >=4", "run with a Python >=4",
+          files=GPUS | dist("kit", "1.0", "Requires-Python: >=4\n")),
+    Fault("listed, not there", "installs", "broken install: kit 1.0 is listed, but its module `kat` is not there",
+          "--force-reinstall kit", "import kit, kat\n", GPUS | {"kit-1.0.dist-info/top_level.txt": "kit\nkat\n"}),
+    Fault("compiled package that is a stub", "operations",
+          "numpy 2.4 is installed and does not work: ImportError: stub", "--force-reinstall numpy",
+          files=GPUS | dist("numpy", "2.4") | {"numpy/__init__.py": "raise ImportError('stub')\n"}),
+]  # fmt: skip
+
+
+@pytest.fixture
+def machine(work, monkeypatch):
+    """machine(smi): two healthy GPUs, or what the given nvidia-smi says."""
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(smi: str = SMI) -> None:
+        tool = work.folder / "bin" / "nvidia-smi"
+        write(work.folder, {"bin/nvidia-smi": smi})
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+
+    make()
+    return make
+
+
+@names(FAULTS)
+def test_each_fault_is_found_and_its_cure_named(fault, work, machine):
+    write(work.site, fault.files)
+    expect(work.check(fault.script, ("environment",)), fault)
+
+
+def test_a_healthy_machine_passes(work, machine):
+    write(work.site, GPUS)
+    found = work.check("import kit\n", ("environment",))
+    assert of(found, "error", "warning") == []
+    said = "\n".join(f["message"] for f in found)
+    assert "torch 2.11.0+cu128 (CUDA 12.8) uses 2 GPUs, driver 570.10" in said
+    assert "cuda:1 NVIDIA H200 multiplies matrices" in said
+    assert "GPU 0 NVIDIA H200: 140.4 of 140.4 GiB free" in said
+
+
+def test_memory_held_by_another_process_names_it(work, machine):
+    write(work.site, GPUS)
+    machine(HELD.replace("PID", str(os.getpid())))
+    (found,) = of(work.check("import kit\n", ("environment",)), "warning", "error")
+    assert found["check"] == "gpu_memory" and "GPU 0 NVIDIA H200: 14.4 of 140.4 GiB free" in found["message"]
+    assert f"pid {os.getpid()} " in found["message"] and "(128990 MiB)" in found["message"]
+    assert "CUDA_VISIBLE_DEVICES" in found["hint"]
+
+
+def test_memory_held_by_processes_of_another_container(work, machine):
+    write(work.site, GPUS)
+    machine(BUSY)
+    (found,) = of(work.check("import kit\n", ("environment",)), "warning", "error")
+    assert "held by processes that cannot be seen from here" in found["message"]
+
+
+def test_a_gpu_that_does_not_answer_does_not_hide_the_other(work, machine):
+    write(work.site, GPUS)
+    machine(LOST)
+    found = [f for f in work.check("import kit\n", ("environment",)) if f["check"] == "gpu_memory"]
+    assert [f["level"] for f in found] == ["warning", "info"]
+    assert "GPU 1: Unable to determine the device handle" in found[0]["message"]
+    assert "GPU 0 NVIDIA H200" in found[1]["message"]
+
+
+ASKED = [
+    ({"CUDA_VISIBLE_DEVICES": "0,7"}, "error", "=0,7 names GPU 7, and there are 2", "among 0 to 1"),
+    ({"CUDA_VISIBLE_DEVICES": "1,1"}, "error", "CUDA_VISIBLE_DEVICES=1,1 names one GPU twice", "each once"),
+    ({"CUDA_VISIBLE_DEVICES": ""}, "warning", "CUDA_VISIBLE_DEVICES='' hides all 2 GPUs", "unset it"),
+    ({"LOCAL_WORLD_SIZE": "8"}, "error", "torchrun starts 8 processes", "--nproc-per-node 2"),
+]
+
+
+@pytest.mark.parametrize(("variables", "level", "message", "cure"), ASKED)
+def test_gpus_asked_for_and_not_there(work, machine, monkeypatch, variables, level, message, cure):
+    write(work.site, GPUS)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (found,) = [f for f in of(work.check("import kit\n", ("environment",)), level) if f["check"] == "gpus_asked"]
+    assert message in found["message"] and cure in found["hint"]
+
+
+REMAINS = {"wandb/__init__.py": "has no version metadata", "wandb/x.pyc": "is an empty remainder of a package"}
+
+
+@pytest.mark.parametrize(("file", "what"), REMAINS.items())
+def test_a_module_folder_without_metadata_is_a_broken_install(tmp_path, file, what):
+    """In a real environment of its own: only what lies in site-packages can be broken like that."""
+    from tests.preflight.faults import Workshop, bare_python
+
+    made = Workshop(tmp_path, bare_python(tmp_path / "env"))
+    site = next((tmp_path / "env").glob("lib/python*/site-packages"))
+    write(site, {file: ""})
+    (found,) = [f for f in of(made.check("import os\n", ("environment",)), "warning") if f["check"] == "installs"]
+    assert found["message"] == f"broken install: {site / 'wandb'} {what}"
+    assert "--force-reinstall wandb" in found["hint"] and "remove that folder" in found["hint"]
+    (found,) = [f for f in of(made.check("import wandb\n", ("environment",)), "error") if f["check"] == "installs"]
+    assert what in found["message"]  # it is an error where the script needs it
+
+
+def checks_of(config: RunConfig, *wanted: str) -> list[dict]:
+    others = [c.name for c in environment.CHECKS if c.name not in wanted]
+    result = run_preflight(Subject(config), ["environment"], others)
+    return [f for f in result["stages"][0]["findings"] if f["check"] in wanted and "skipped" not in f["message"]]
+
+
+@pytest.fixture
+def config(tmp_path, target_folder) -> RunConfig:
+    raw = {"target": {"model": str(target_folder)}, "extract": {"aux_layers": [1, 3, 5]}, "device": "cpu"}
+    return RunConfig.parse(raw | {"run_dir": str(tmp_path / "not" / "yet")})
+
+
+def test_few_open_files_are_a_warning_with_the_command(config):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        (found,) = checks_of(config, "open_files")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert found["level"] == "warning" and "256 files may be open" in found["message"]
+    assert "ulimit -n" in found["hint"]
+
+
+def test_the_disk_that_is_measured_is_the_one_written(config, tmp_path):
+    found = [f for f in checks_of(config, "disk") if "the run" in f["message"]]
+    assert found[0]["evidence"]["measured_at"] == str(tmp_path) and found[0]["level"] == "info"
+
+
+def test_features_larger_than_the_disk_are_an_error(config, tmp_path):
+    run = Path(config.run_dir)
+    write_json(run / "prepare" / "manifest.json", {"counts": {"tokens": 10**12, "supervised": 10**11}})
+    (found,) = [f for f in checks_of(config, "disk") if f["level"] == "error"]
+    assert "the features to be extracted take about" in found["message"] and "run_dir" in found["hint"]
+    hidden = Subject(config).spec.hidden_size
+    assert found["evidence"]["need_bytes"] == (3 * 10**12 + 10**11) * hidden * 4
+
+
+def test_an_output_that_cannot_be_written_names_the_folder_and_the_key(config):
+    (found,) = of(checks_of(config.model_copy(update={"run_dir": "/proc/run"}), "writable"), "error")
+    assert "the run goes to /proc/run, and /proc cannot be written" in found["message"]
+    assert found["hint"] == "set run_dir"
+
+
+def test_writing_for_a_test_leaves_nothing_behind(config, tmp_path):
+    Path(config.run_dir).mkdir(parents=True)
+    before = os.stat(config.run_dir).st_mtime_ns
+    assert {f["level"] for f in checks_of(config, "writable", "clock", "disk")} == {"info"}
+    assert list(Path(config.run_dir).iterdir()) == [] and os.stat(config.run_dir).st_mtime_ns == before
+
+
+def test_a_stage_from_the_future_tells_of_a_wrong_clock(config):
+    manifest = Path(config.run_dir) / "prepare" / "manifest.json"
+    write_json(manifest, {"counts": {}})
+    os.utime(manifest, (time.time() + 7200, time.time() + 7200))
+    (found,) = checks_of(config, "clock")
+    assert found["level"] == "warning" and "in the future" in found["message"] and "NTP" in found["hint"]
+
+
+def test_a_clock_in_the_past_is_an_error(config, monkeypatch):
+    monkeypatch.setattr(environment.time, "time", lambda: 1e9)
+    found = checks_of(config, "clock")
+    assert "the clock shows 2001-09-09 01:46 UTC" in found[0]["message"] and found[0]["level"] == "error"
+    assert "differs by" in found[1]["message"]
+
+
+def test_little_shared_memory_is_a_warning(config, monkeypatch):
+    monkeypatch.setattr(environment, "SHARED_MEMORY", 1e15)
+    (found,) = checks_of(config, "shared_memory")
+    assert found["level"] == "warning" and "--shm-size" in found["hint"]
+
+
+def test_a_target_larger_than_the_containers_memory(config, monkeypatch):
+    monkeypatch.setattr(environment, "available_memory", lambda device: 1000)
+    (found,) = checks_of(config, "main_memory")
+    assert found["level"] == "error" and "the target's weights take" in found["message"]
+
+
+def test_a_gpu_asked_for_where_torch_sees_none(config):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    found = checks_of(config.model_copy(update={"device": "cuda"}), "python", "torch")
+    assert "device: cuda is asked for, and torch sees no GPU" in [f["message"] for f in of(found, "error")]
+
+
+def test_this_environment_is_healthy(config):
+    result = run_preflight(Subject(config), ["environment"])
+    assert of(result["stages"][0]["findings"], "error") == []
+
+
+BUILT = {
+    "2.8.3+cu12torch2.8cxx11abiTRUE": {"cuda": "12", "torch": "2.8"},
+    "0.1+pt27cu126": {"cuda": "126", "torch": "2.7"},
+    "2.13.0+cpu": {"cuda": "cpu"},
+    "0.3.1+cu130": {"cuda": "130"},
+    "1.0+git123": {},
+    "1.0": {},
+}
+
+
+@pytest.mark.parametrize(("version", "built"), BUILT.items())
+def test_what_versions_say_they_are_built_for(version, built):
+    assert packages.built_for(version) == built
+
+
+def test_tested_versions_are_those_of_the_constraints():
+    lines = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    pinned = {n.replace("_", "-"): v for n, _, v in (line.partition("==") for line in lines)}
+    assert {n: v for n, v in packages.TESTED.items() if not pinned[n].startswith(v + ".")} == {}
+
+
+def test_a_newer_major_version_than_any_tested_is_a_warning(config, monkeypatch):
+    monkeypatch.setitem(packages.TESTED, "transformers", "4.57")
+    (found,) = [f for f in checks_of(config, "python", "versions") if f["level"] == "warning"]
+    assert "is newer than the newest that eyas was tested with, 4.57" in found["message"]
+
+
+def test_an_old_interpreter_for_a_run_is_an_error(config, monkeypatch):
+    monkeypatch.setattr(packages, "SUPPORTED", ">=3.99")
+    (found,) = [f for f in checks_of(config, "python") if f["level"] == "error"]
+    assert sys.version.split()[0] in found["message"] and "eyas needs >=3.99" in found["message"]
