@@ -47,7 +47,15 @@ def module(job):
         if asked in sys.modules:
             names = job["names"].get(asked, [])
             answers[asked] = {"names": [look_up(asked, chain, job) for chain in names]}
-    return {"answers": answers, "deprecated": deprecations(seen), "effects": changes(before, after)}
+    # Below a package that is there, a module that cannot be found fails for certain.
+    rest = [m for m in job["modules"] if m not in sys.modules and m.rpartition(".")[0] in sys.modules]
+    absent = [m for m in rest if not exists(m)]
+    return {
+        "answers": answers,
+        "absent": absent,
+        "deprecated": deprecations(seen),
+        "effects": changes(before, after),
+    }
 
 
 def look_up(name, chain, job):

@@ -2,7 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,10 @@ def resolved(s: Subject) -> Resolved:
             covered = [module]
             if reply.result:
                 covered += reply.result["answers"]
+                for absent in reply.result["absent"]:
+                    failed = {"type": "ModuleNotFoundError", "message": "", "missing": absent, "at": None}
+                    done.replies[absent] = replace(reply, result=None, failed=failed, importing=absent)
+                    covered.append(absent)
                 for name, answer in reply.result["answers"].items():
                     for chain, found in zip(names.get(name, []), answer["names"], strict=True):
                         done.names[name, tuple(chain)] = found
@@ -82,7 +86,7 @@ def resolved(s: Subject) -> Resolved:
 
 
 def rank(module: str) -> tuple[int, int, str]:
-    order = next((i for i, word in enumerate(ORDER) if word in module.rpartition(".")[2]), len(ORDER))
+    order = next((i for i, word in enumerate(ORDER) if word in module), len(ORDER))
     return (order, module.count("."), module)
 
 

@@ -81,7 +81,7 @@ FAULTS = [
           files=torch_with("cuda.broken = ['cuda:1']")),
     Fault("wrong product", "devices", "cpu cannot multiply matrices: a product of ones in float32 is wrong",
           "does not fit this CPU",
-          files=torch_with("ok = ones\ndef ones(*a, dtype, device): return Product(3 * (device == 'cpu') or 256)")),
+          files=torch_with("ok = ones\ndef ones(*a, dtype, device): return Product(256 - (device == 'cpu'))")),
     Fault("no kernels for this GPU", "devices",
           "cuda:0 NVIDIA H200 has capability 7.0, torch 2.11.0+cu128 has kernels for sm_80",
           "a torch build for this GPU",
