@@ -19,7 +19,10 @@ import time
 import traceback
 import warnings
 
-import _static  # beside this file, which is first on sys.path until FOLDER takes its place
+if __package__:
+    from eyas.preflight import _static
+else:  # run as a script: this file's folder is first on sys.path until FOLDER takes its place
+    import _static
 
 STDLIB = os.path.dirname(os.__file__)
 

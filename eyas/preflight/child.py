@@ -57,6 +57,7 @@ def ask(python: str, job: str, limit: float, folder: Path = Path(os.devnull), **
         command = [python, str(PROBE), str(asked), str(told), str(folder)]
         # Nothing is written beside the user's files, not even bytecode.
         env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+        env.pop("PYTHONSAFEPATH", None)  # the probe counts on its folder's place on sys.path
         said = [Path(temporary, name) for name in ("stdout", "stderr")]
         with said[0].open("wb") as stdout, said[1].open("wb") as stderr:  # files: pipes may outlive the process
             process = start(command, env, stdout, stderr)

@@ -41,19 +41,19 @@ def drift(name: str, message: str, old: str, new: str, cure: str = "still means 
 
 
 FAULTS = [
-    Fault("default changed", "kit 1.0 to 2.0: `kit.core.make_batch` `pad` defaults to -1, not 0", "int = 0",
+    drift("default changed", "kit 1.0 to 2.0: `kit.core.make_batch` `pad` defaults to -1, not 0", "int = 0",
           "int = -1"),
-    Fault("result changed", "`kit.core.make_batch` returns list[dict], not dict", "-> dict", "-> list[dict]"),
-    Fault("shape changed", "`samples` is now shape: [T, A * H], not shape: [T, 3 * H]", "[T, 3 * H]",
+    drift("result changed", "`kit.core.make_batch` returns list[dict], not dict", "-> dict", "-> list[dict]"),
+    drift("shape changed", "`samples` is now shape: [T, A * H], not shape: [T, 3 * H]", "[T, 3 * H]",
           "[T, A * H]"),
-    Fault("parameters changed places", "parameters changed places", "config, t2d=None", "t2d=None, config=None"),
-    Fault("optional parameter gone", "`kit.core.Model` no longer takes `t2d`", "config, t2d=None", "config"),
-    Fault("method needs more", "`kit.core.Model.forward` needs `document_ids`, no longer takes `lengths`",
+    drift("parameters changed places", "parameters changed places", "config, t2d=None", "t2d=None, config=None"),
+    drift("optional parameter gone", "`kit.core.Model` no longer takes `t2d`", "config, t2d=None", "config"),
+    drift("method needs more", "`kit.core.Model.forward` needs `document_ids`, no longer takes `lengths`",
           "hidden, lengths=None", "hidden, document_ids"),
-    Fault("method changed", "`kit.core.Model.read` no longer takes `path`", "read(path)", "read(*paths)"),
-    Fault("class became a function", "was a class, is a function", MODULE[MODULE.index("class Model") :],
+    drift("method changed", "`kit.core.Model.read` no longer takes `path`", "read(path)", "read(*paths)"),
+    drift("class became a function", "was a class, is a function", MODULE[MODULE.index("class Model") :],
           "def Model(config): ...\n"),
-    Fault("choice gone", "`kit.core.Mode` was Literal['fast', 'exact'], is Literal['fast']", '["fast", "exact"]',
+    drift("choice gone", "`kit.core.Mode` was Literal['fast', 'exact'], is Literal['fast']", '["fast", "exact"]',
           '["fast"]'),
 ]  # fmt: skip
 
@@ -274,8 +274,8 @@ def real_python(version: str) -> str:
     """An interpreter with the real speculators `version` from PyPI, which skips the test when it cannot be had.
 
     A full install would fetch gigabytes of torch. So `pip install --no-deps --target` puts speculators and what is
-    listed in NEEDED into a folder, once (.cache/speculators-VERSION). A virtual environment of its own then has, by
-    a .pth file, that folder first on its path, and after it this environment's site-packages for torch and such.
+    listed in NEEDED into a folder, once (.cache/speculators-VERSION). A virtual environment of its own then finds,
+    by a .pth file, that folder first, and after it this environment's site-packages for torch and the rest.
     """
     folder = Path(__file__).parents[2] / ".cache" / f"speculators-{version}"
     if not (folder / "speculators").is_dir():
