@@ -32,33 +32,78 @@ def tell(**facts):
         out.write(json.dumps(facts) + "\n")
 
 
-def module(job):
-    """Import a module, its packages first; then look up the names asked of it."""
-    before, seen = effects(), []
+def modules(job):
+    """Import what lies above all of the modules, and fork for each: from there its import goes as it would alone,
+    and what is slow is imported once. None instead of forks when that would not do: CUDA does not survive one."""
+    before, said = effects(), []
+    if job["base"]:
+        said = load(job["base"])
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    above = changes(before, effects())
+    if job["base"] and (above.get("cuda") or above.get("gpu")) and job["modules"] != [job["base"]]:
+        return {"forks": None}
+    forks, left = {}, list(job["modules"])
+    while left:
+        lines = forks[left[0]] = fork(job, left, before, above, said, len(forks))
+        covered: dict = lines.get("result", {"answers": {}, "absent": []})
+        done = {left[0], *covered["answers"], *covered["absent"]}
+        if not covered["answers"]:  # whatever is below a package that fails, fails with it
+            done |= {m for m in left if m.startswith(lines.get("importing", left[0]) + ".")}
+        left = [m for m in left if m not in done]
+    return {"forks": forks}
+
+
+def fork(job, left, before, above, said, number):
+    """One module in a process that starts as this one is now: all that it told, and how it ended."""
+    out, start = f"{sys.argv[2]}.{number}", time.perf_counter()
+    warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads
+    pid = os.fork()
+    if pid == 0:
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv[2] = out
+        finish(watch(job), lambda: module(job, left, before, above, said))
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    lines: dict = {
+        "returncode": ended,
+        "seconds": time.perf_counter() - start,
+        "trace": _static.read(out + ".trace"),
+    }
+    for line in _static.read(out).splitlines() if os.path.exists(out) else []:
+        lines.update(json.loads(line))
+    return dict(lines, stdout=_static.read(out + ".stdout"), stderr=_static.read(out + ".stderr"))
+
+
+def module(job, left, before, above, said):
+    """Import the first module of those left, its packages first; look up names in it and in all that came along."""
+    parts, said = left[0].split("."), list(said)
+    for i in range(len(parts)):
+        name = ".".join(parts[: i + 1])
+        if name not in sys.modules or name == left[0]:
+            said += load(name)
+    effect = changes(before, effects())
+    for key in ("threads", "processes"):  # a fork does not see those of the process it comes from
+        effect[key] = above.get(key, []) + effect.get(key, [])
+    answers = {}
+    for asked in left:  # submodules that came along are as good as imported alone
+        if asked in sys.modules:
+            answers[asked] = {"names": [look_up(asked, chain, job) for chain in job["names"].get(asked, [])]}
+    # Below a package that is there, a module that cannot be found fails for certain.
+    rest = [m for m in left if m not in sys.modules and m.rpartition(".")[0] in sys.modules]
+    absent = [m for m in rest if not exists(m)]
+    return {"answers": answers, "absent": absent, "deprecated": said, "effects": effect}
+
+
+def load(name):
+    """Import one module; what it says to whoever imports it is old about it."""
+    tell(importing=name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        parts = job["module"].split(".")
-        for i in range(len(parts)):
-            name = ".".join(parts[: i + 1])
-            tell(importing=name)
-            caught.clear()
-            importlib.import_module(name)
-        # Only what is said to whoever imports this module; what its own imports say is not the script's affair.
-        seen = [w for w in caught if "importlib" in w.filename or w.filename == __file__]
-    after, answers = effects(), {}
-    for asked in job["modules"]:  # submodules that came along are as good as imported alone
-        if asked in sys.modules:
-            names = job["names"].get(asked, [])
-            answers[asked] = {"names": [look_up(asked, chain, job) for chain in names]}
-    # Below a package that is there, a module that cannot be found fails for certain.
-    rest = [m for m in job["modules"] if m not in sys.modules and m.rpartition(".")[0] in sys.modules]
-    absent = [m for m in rest if not exists(m)]
-    return {
-        "answers": answers,
-        "absent": absent,
-        "deprecated": deprecations(seen),
-        "effects": changes(before, after),
-    }
+        importlib.import_module(name)
+    # What its own imports say is not the script's affair.
+    return deprecations([w for w in caught if "importlib" in w.filename or w.filename == __file__])
 
 
 def look_up(name, chain, job):
@@ -77,8 +122,9 @@ def look_up(name, chain, job):
                 return fault | {"error": f"{type(e).__name__}: {e}"}
         said += deprecations(caught)
         holder = f"{holder}.{attribute}" if i else f"{name}.{attribute}"
-    if text := getattr(found, "__deprecated__", None):
-        said.append(str(text))
+    text = str(getattr(found, "__deprecated__", ""))
+    if text and f"`{chain[-1]}` instead" not in text:  # an alias marks what it stands for as well
+        said.append(text)
     where = [getattr(found, "__module__", None), getattr(found, "__qualname__", None)]
     lenient = isinstance(getattr(found, "model_fields", None), dict) and isinstance(found, type)
     lenient = lenient and getattr(found, "model_config", {}).get("extra") != "forbid"
@@ -217,24 +263,36 @@ def failure(e):
     return fault | {"missing": getattr(e, "name", None), "code": getattr(e, "code", None)}
 
 
+def watch(job):
+    """Have the stack written down when the process crashes, or has not ended in time: then it is ended, too."""
+    trace = open(sys.argv[2] + ".trace", "w")  # noqa: SIM115 faulthandler writes to it until the process ends
+    faulthandler.enable(trace)
+    faulthandler.dump_traceback_later(job["limit"], exit=True, file=trace)
+    return trace
+
+
+def finish(trace, work):
+    start = time.perf_counter()
+    try:
+        told = work()
+        tell(result=told, seconds=time.perf_counter() - start)
+    except BaseException as e:  # SystemExit and KeyboardInterrupt too: an import may raise anything
+        tell(failed=failure(e), seconds=time.perf_counter() - start)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)  # a thread that the import left behind must not keep the process
+
+
 def main():
     with open(sys.argv[1]) as file:
         job = json.load(file)
-    trace = open(sys.argv[2] + ".trace", "w")  # noqa: SIM115 faulthandler writes to it until the process ends
-    faulthandler.enable(trace)
-    faulthandler.dump_traceback_later(job["limit"], file=trace)
+    trace = watch(job)
     sys.path[0], sys.argv[0] = sys.argv[3], job.get("script", sys.argv[0])
-    jobs = {"module": module, "script": script, "run": run, "torch": torch}
+    jobs = {"modules": modules, "script": script, "run": run, "torch": torch}
     jobs.update({"facts": _static.facts, "locate": _static.locate, "record": _static.record})
-    start = time.perf_counter()
-    try:
-        tell(stdlib=STDLIB)
-        tell(result=jobs[job["job"]](job), seconds=time.perf_counter() - start)
-    except BaseException as e:  # SystemExit and KeyboardInterrupt too: an import may raise anything
-        tell(failed=failure(e), seconds=time.perf_counter() - start)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # a thread that the import left behind must not keep the process
+    tell(stdlib=STDLIB)
+    finish(trace, lambda: jobs[job["job"]](job))
 
 
 if __name__ == "__main__":

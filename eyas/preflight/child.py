@@ -29,6 +29,7 @@ class Reply:
     stdout: str
     stderr: str
     at: str
+    stdlib: str
 
     @property
     def ending(self) -> str:
@@ -61,32 +62,52 @@ def ask(python: str, job: str, limit: float, folder: Path = Path(os.devnull), **
         said = [Path(temporary, name) for name in ("stdout", "stderr")]
         with said[0].open("wb") as stdout, said[1].open("wb") as stderr:  # files: pipes may outlive the process
             process = start(command, env, stdout, stderr)
-            try:
-                process.wait(limit + 1)  # its own traceback comes at `limit`
-                timed_out = False
+            try:  # it ends itself in time; this is for one that cannot
+                process.wait((limit + 1) * (2 + len(facts.get("modules", []))))
             except subprocess.TimeoutExpired:
-                timed_out = True
+                pass
             finally:
                 stop(process)
-        output, complaints = (file.read_text(errors="replace") for file in said)
-        lines: dict[str, Any] = {}
+        lines: dict[str, Any] = {"returncode": process.returncode}
         for line in told.read_text().splitlines():
             lines |= json.loads(line)
         trace = Path(f"{told}.trace")
-        at = innermost(trace.read_text(errors="replace") if trace.is_file() else "", lines.get("stdlib", ""))
-    done = {key: lines.get(key) for key in ("result", "failed", "importing")}
-    seconds = lines.get("seconds", limit if timed_out else 0.0)
+        lines["trace"] = trace.read_text(errors="replace") if trace.is_file() else ""
+        lines |= {file.name: file.read_text(errors="replace") for file in said}
+    return understand(lines, lines.get("stdlib", ""), limit)
+
+
+def understand(lines: dict[str, Any], stdlib: str, limit: float) -> Reply:
+    """The reply that a process's lines, trace and end come to."""
+    ended = "result" in lines or "failed" in lines
+    timed_out = not ended and "Timeout (" in lines["trace"]
     return Reply(
-        done["result"],
-        done["failed"],
-        done["importing"],
-        seconds,
-        process.returncode,
+        lines.get("result"),
+        lines.get("failed"),
+        lines.get("importing"),
+        limit if timed_out else lines.get("seconds", 0.0),
+        lines["returncode"],
         timed_out,
-        output,
-        complaints,
-        at,
+        lines["stdout"],
+        lines["stderr"],
+        innermost(lines["trace"], stdlib),
+        stdlib,
     )
+
+
+def import_modules(
+    python: str, base: str, modules: list[str], limit: float, folder: Path, **facts: Any
+) -> dict[str, Reply]:
+    """A reply for each module that had to be imported by itself, and of none that came along with another."""
+    reply = ask(python, "modules", limit, folder, base=base, modules=modules, **facts)
+    if reply.result is None:
+        return {modules[0]: reply}
+    if (forks := reply.result["forks"]) is None:
+        apart = [import_modules(python, "", [m], limit, folder, **facts) for m in modules]
+        return {m: r for replies in apart for m, r in replies.items()}
+    for lines in forks.values():
+        lines["stdout"], lines["stderr"] = reply.stdout + lines["stdout"], reply.stderr + lines["stderr"]
+    return {m: understand(lines, reply.stdlib, limit) for m, lines in forks.items()}
 
 
 def start(command: list[str], env: dict[str, str], stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen:

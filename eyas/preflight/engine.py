@@ -3,11 +3,12 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
 from eyas.preflight import failures
-from eyas.preflight.child import ask
+from eyas.preflight.child import import_modules
 from eyas.preflight.contract import changed, read_installed
 from eyas.preflight.contracts import known
 from eyas.preflight.finding import Check, Finding, Subject, error, info, warning
@@ -61,11 +62,11 @@ def engine_has_its_interface(s: Subject) -> Iterator[Finding]:
     yield info(
         f"{s.engine} {now.version}: {len(needs) - missing} of {len(needs)} parts are there", evidence=evidence
     )
-    for module in dict.fromkeys(now.split(name)[0] for name in needs if now.look_up(name)):
-        reply = ask(
-            s.python, "module", s.import_limit, module=module, modules=[module], names={}, froms=[], all=[]
-        )
-        if reply.result is None:
+    modules = list(dict.fromkeys(now.split(name)[0] for name in needs if now.look_up(name)))
+    nothing: dict[str, Any] = {"names": {}, "froms": [], "all": []}
+    replies = import_modules(s.python, s.engine, modules, s.import_limit, Path(os.devnull), **nothing)
+    for module, reply in replies.items():
+        if reply.result is None:  # one cause is enough: the others fail on the same mostly
             text, hint = failures.explain(env, module, reply)
             yield error(f"{s.engine} {now.version}: {text}", hint, evidence | {"stderr": reply.stderr[-1000:]})
             return

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.preflight.calls import read_signature
-from eyas.preflight.child import Reply, ask
+from eyas.preflight.child import Reply, ask, import_modules
 from eyas.preflight.contract import read_installed
 from eyas.preflight.finding import Subject
 from eyas.preflight.packages import environment
@@ -54,28 +54,25 @@ def resolved(s: Subject) -> Resolved:
         top = module.split(".")[0]
         groups.setdefault("" if top in env.stdlib else top, []).append(module)
 
-    def work(group: list[str]) -> None:
-        left = list(group)
-        while left:
-            module = left[0]
-            reply = ask(s.python, "module", s.import_limit, folder_of(s), module=module, modules=left, **job)
-            covered = [module]
-            if reply.result:
-                covered += reply.result["answers"]
-                for absent in reply.result["absent"]:
-                    failed = {"type": "ModuleNotFoundError", "message": "", "missing": absent, "at": None}
-                    done.replies[absent] = replace(reply, result=None, failed=failed, importing=absent)
-                    covered.append(absent)
-                for name, answer in reply.result["answers"].items():
-                    for chain, found in zip(names.get(name, []), answer["names"], strict=True):
-                        done.names[name, tuple(chain)] = found
-            elif reply.importing:  # whatever is below a package that fails, fails with it
-                covered += [m for m in left if m.startswith(reply.importing + ".")]
-            done.replies |= {m: reply for m in covered if m not in done.replies}
-            left = [m for m in left if m not in covered]
+    def work(top: str) -> None:
+        group = groups[top]
+        found = import_modules(s.python, top, group, s.import_limit, folder_of(s), **job)
+        for module, reply in found.items():
+            done.replies.setdefault(module, reply)
+            for name, answer in (reply.result or {"answers": {}})["answers"].items():
+                done.replies.setdefault(name, reply)
+                for chain, about in zip(names.get(name, []), answer["names"], strict=True):
+                    done.names[name, tuple(chain)] = about
+            for absent in (reply.result or {"absent": []})["absent"]:
+                failed = {"type": "ModuleNotFoundError", "message": "", "missing": absent, "at": None}
+                done.replies.setdefault(absent, replace(reply, result=None, failed=failed, importing=absent))
+        for module in group:  # whatever is below a package that fails, fails with it
+            above = (r for r in found.values() if r.result is None and f"{module}.".startswith(f"{r.importing}."))
+            if module not in done.replies:
+                done.replies[module] = next(above, next(iter(found.values())))
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        list(pool.map(work, groups.values()))
+        list(pool.map(work, groups))
     read_what_fails(s, done, names)
     locate(s, done)
     for use in wanted:
