@@ -20,8 +20,9 @@ import traceback
 import warnings
 
 if __package__:
-    from eyas.preflight import _static
+    from eyas.preflight import _devices, _static
 else:  # run as a script: this file's folder is first on sys.path until FOLDER takes its place
+    import _devices
     import _static
 
 STDLIB = os.path.dirname(os.__file__)
@@ -35,9 +36,10 @@ def tell(**facts):
 def modules(job):
     """Import what lies above all of the modules, and fork for each: from there its import goes as it would alone,
     and what is slow is imported once. None instead of forks when that would not do: CUDA does not survive one."""
-    before, said = effects(), []
+    before, said, start = effects(), [], time.perf_counter()
     if job["base"]:
         said = load(job["base"])
+    seconds = time.perf_counter() - start
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -47,15 +49,15 @@ def modules(job):
     forks, left = {}, list(job["modules"])
     while left:
         lines = forks[left[0]] = fork(job, left, before, above, said, len(forks))
-        covered: dict = lines.get("result", {"answers": {}, "absent": []})
+        covered = lines.get("result") or {"answers": {}, "absent": []}
         done = {left[0], *covered["answers"], *covered["absent"]}
         if not covered["answers"]:  # whatever is below a package that fails, fails with it
             done |= {m for m in left if m.startswith(lines.get("importing", left[0]) + ".")}
         left = [m for m in left if m not in done]
-    return {"forks": forks}
+    return {"forks": forks, "seconds": seconds}
 
 
-def fork(job, left, before, above, said, number):
+def fork(job, left, before, above, said, number) -> dict:
     """One module in a process that starts as this one is now: all that it told, and how it ended."""
     out, start = f"{sys.argv[2]}.{number}", time.perf_counter()
     warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads
@@ -66,18 +68,15 @@ def fork(job, left, before, above, said, number):
         sys.argv[2] = out
         finish(watch(job), lambda: module(job, left, before, above, said))
     ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    lines: dict = {
-        "returncode": ended,
-        "seconds": time.perf_counter() - start,
-        "trace": _static.read(out + ".trace"),
-    }
+    seconds = time.perf_counter() - start
+    lines = {"returncode": ended, "seconds": seconds, "trace": _static.read(out + ".trace")}
     for line in _static.read(out).splitlines() if os.path.exists(out) else []:
         lines.update(json.loads(line))
     return dict(lines, stdout=_static.read(out + ".stdout"), stderr=_static.read(out + ".stderr"))
 
 
 def module(job, left, before, above, said):
-    """Import the first module of those left, its packages first; look up names in it and in all that came along."""
+    """Import the first module of those left, its packages first; look up names in it and all that came along."""
     parts, said = left[0].split("."), list(said)
     for i in range(len(parts)):
         name = ".".join(parts[: i + 1])
@@ -215,39 +214,6 @@ def script(job):
     return {}
 
 
-def torch(job):
-    """The torch that is installed, and one true product on every device."""
-    import torch
-
-    told = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": getattr(torch.version, "hip", None)}
-    told.update(
-        available=torch.cuda.is_available(), count=torch.cuda.device_count(), archs=torch.cuda.get_arch_list()
-    )
-    with contextlib.suppress(Exception):  # no public name says it
-        told["driver"] = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009
-    names = ["cpu"] + [f"cuda:{i}" for i in range(told["count"] if told["available"] else 0)]
-    told["devices"] = {name: product(torch, name) for name in names}
-    return told
-
-
-def product(torch, device):
-    found, start = {}, time.perf_counter()
-    try:
-        if device != "cpu":
-            found["name"], found["capability"] = (
-                torch.cuda.get_device_name(device),
-                torch.cuda.get_device_capability(device),
-            )
-            found["free"], found["total"] = torch.cuda.mem_get_info(device)
-        for kind in (torch.float32, torch.bfloat16):
-            x = torch.ones(256, 256, dtype=kind, device=device)
-            if float((x @ x).float().sum()) != 256**3:
-                found.setdefault("fault", f"a product of ones in {kind} is wrong")
-    except Exception as e:
-        found["fault"] = f"{type(e).__name__}: {e}"
-    return dict(found, seconds=time.perf_counter() - start)
-
-
 def run(job):
     """Run a few lines of code, and return what they leave in `result`."""
     space = {}
@@ -289,7 +255,7 @@ def main():
         job = json.load(file)
     trace = watch(job)
     sys.path[0], sys.argv[0] = sys.argv[3], job.get("script", sys.argv[0])
-    jobs = {"modules": modules, "script": script, "run": run, "torch": torch}
+    jobs = {"modules": modules, "script": script, "run": run, "torch": _devices.devices}
     jobs.update({"facts": _static.facts, "locate": _static.locate, "record": _static.record})
     tell(stdlib=STDLIB)
     finish(trace, lambda: jobs[job["job"]](job))

@@ -107,6 +107,7 @@ def import_modules(
         return {m: r for replies in apart for m, r in replies.items()}
     for lines in forks.values():
         lines["stdout"], lines["stderr"] = reply.stdout + lines["stdout"], reply.stderr + lines["stderr"]
+        lines["seconds"] += reply.result["seconds"]
     return {m: understand(lines, reply.stdlib, limit) for m, lines in forks.items()}
 
 
