@@ -34,7 +34,6 @@ class Fault:
     script: str = "import kit\n"
     files: dict[str, str] = field(default_factory=dict)
     level: str = "error"
-    stage: str = "imports"
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
