@@ -1,6 +1,7 @@
 """Why an import fails, in words, and what to do about it."""
 
 import re
+import signal
 
 from eyas.preflight.child import Reply
 from eyas.preflight.packages import Environment
@@ -17,11 +18,10 @@ def explain(env: Environment, module: str, reply: Reply) -> tuple[str, str]:
             return text, "move that line into a function; if it is only slow, raise --import-limit"
         if reply.returncode < 0:
             text = f"importing `{part}` crashes the interpreter: it {reply.ending}{at}{of}"
+            if reply.returncode == -signal.SIGKILL:
+                return text, "only the system kills like this, for want of memory: see `main_memory`"
             built = f"torch {env.version_of('torch')}" if env.version_of("torch") else f"Python {env.version}"
-            return (
-                text,
-                f"reinstall {dist} as built for {built}: compiled code that does not fit crashes like this",
-            )
+            return text, f"reinstall {dist} as built for {built}: compiled code that does not fit crashes so"
         return f"importing `{part}` {reply.ending}{at}{of}", f"look at {dist}: a module must not end the process"
     kind, message, missing = reply.failed["type"], reply.failed["message"], reply.failed["missing"]
     place = reply.failed["at"]

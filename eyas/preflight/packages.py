@@ -201,8 +201,7 @@ def installs_are_whole(s: Subject) -> Iterator[Finding]:
 def extensions_fit_torch(s: Subject) -> Iterator[Finding]:
     """Wheels say in their local version which CUDA and torch they were built for: `2.8.3+cu12torch2.8`."""
     env = environment(s)
-    torch = env.version_of("torch")
-    own = built_for(f"{torch}torch{torch}") if torch else {}
+    torch, own = torch_build(env)
     tags = {"torch": torch} if torch else {}
     for dist in env.dists.values():
         built = built_for(dist["version"])
@@ -210,8 +209,8 @@ def extensions_fit_torch(s: Subject) -> Iterator[Finding]:
             continue
         tags[dist["name"]] = dist["version"]
         for what, tag in built.items():
-            mine = own.get(what, "cpu" if what == "cuda" else "")
-            if not (mine.startswith(tag) or tag.startswith(mine)) or (mine == "cpu") != (tag == "cpu"):
+            mine = own.get(what, tag)  # what is not known of torch cannot be wrong
+            if not mine.startswith(tag) and not tag.startswith(mine):  # `12` stands for all of 12.x
                 name = {"cuda": "CUDA", "torch": "torch"}[what]
                 text = (
                     f"{dist['name']} {dist['version']} is built for {name} {tag}, torch {torch} is {name} {mine}"
@@ -220,6 +219,20 @@ def extensions_fit_torch(s: Subject) -> Iterator[Finding]:
                 yield error(text, hint, {"extension": dist["version"], "torch": torch})
     listed = ", ".join(f"{n} {v}" for n, v in tags.items())
     yield info(f"built against each other: {listed or 'torch is not installed'}", evidence=tags)
+
+
+def torch_build(env: Environment) -> tuple[str, dict[str, str]]:
+    """Version and build of the torch that is installed. Its metadata does not say which CUDA it is built for when it
+    is from PyPI; its version.py does, and need not be imported for that."""
+    version, place = env.version_of("torch"), env.modules.get("torch")
+    file = Path(place[1], "version.py") if place and place[1] else Path(os.devnull)
+    text = file.read_text() if file.is_file() else ""
+    if full := re.search(r"__version__ = '([^']+)'", text):
+        version = full[1]
+    own = built_for(version) | ({"torch": ".".join(version.split(".")[:2])} if version else {})
+    if cuda := re.search(r"^cuda[^=]*= (?:'([\d.]+)'|None)", text, re.MULTILINE):
+        own["cuda"] = cuda[1].replace(".", "") if cuda[1] else own.get("cuda", "cpu")
+    return version, own
 
 
 def built_for(version: str) -> dict[str, str]:

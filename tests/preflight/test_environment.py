@@ -66,6 +66,10 @@ LOST = SMI.replace(
     "1, GPU-b, NVIDIA H200, 570.10, 143771, 0", "Unable to determine the device handle: Unknown Error"
 )
 
+# Torch as PyPI has it: the CUDA it is built for is in version.py alone.
+PLAIN = {"torch-2.11.0+cu128.dist-info/METADATA": META.format("torch", "2.11.0")}
+PLAIN |= {"torch/version.py": "__version__ = '2.11.0'\ncuda: Optional[str] = '12.8'\n"}
+
 FAULTS = [
     Fault("torch not installed", "torch", "torch is not installed for", "-m pip install torch"),
     Fault("torch does not import", "torch", "torch does not import: OSError: libcudart.so.12", "reinstall torch",
@@ -94,6 +98,9 @@ FAULTS = [
           files=GPUS | dist("flash-attn", "2.8.3+cu12torch2.8")),
     Fault("extension without CUDA", "extensions", "torchvision 0.26+cpu is built for CUDA cpu",
           "install the torchvision built", files=GPUS | dist("torchvision", "0.26+cpu")),
+    Fault("extension for another CUDA than torch from PyPI", "extensions",
+          "fused 1.2+cu124 is built for CUDA 124, torch 2.11.0 is CUDA 128", "install the fused built for",
+          files=GPUS | dist("fused", "1.2+cu124") | PLAIN),
     Fault("pinned to another torch", "versions", "torch 2.11.0+cu128 is installed, fused 1.2 needs ==2.9.1",
           "pip install 'torch==2.9.1'", files=GPUS | dist("fused", "1.2", "Requires-Dist: torch==2.9.1\n")),
     Fault("need not met", "versions", "lib 2.0 is installed, kit 1.0 needs <2", "pip install 'lib<2'",
@@ -140,6 +147,11 @@ def test_a_healthy_machine_passes(work, machine):
     assert "torch 2.11.0+cu128 (CUDA 12.8) uses 2 GPUs, driver 570.10" in said
     assert "cuda:1 NVIDIA H200 multiplies matrices" in said
     assert "GPU 0 NVIDIA H200: 140.4 of 140.4 GiB free" in said
+
+
+def test_extensions_that_fit_torch_from_pypi_pass(work, machine):
+    write(work.site, GPUS | PLAIN | dist("fused", "1.2+cu128") | dist("flash-attn", "2.8.3+cu12torch2.11"))
+    assert of(work.check("import kit\n", ("environment",)), "error", "warning") == []
 
 
 def test_memory_held_by_another_process_names_it(work, machine):

@@ -57,7 +57,7 @@ FAULTS = [
           "reinstall kit 1.0", files={"kit/__init__.py": "import ctypes\nctypes.string_at(0)\n"}),
     Fault("aborts", "modules", "it was killed by SIGABRT at", "reinstall kit 1.0",
           files={"kit/__init__.py": "import os\nos.abort()\n"}),
-    Fault("runs out of memory", "modules", "it was killed by SIGKILL (out of memory?)", "reinstall kit 1.0",
+    Fault("runs out of memory", "modules", "it was killed by SIGKILL (out of memory?)", "for want of memory",
           files={"kit/__init__.py": "import os\nos.kill(os.getpid(), 9)\n"}),
     Fault("ends the process", "modules", "importing `kit` ended the process with exit code 3",
           "must not end the process", files={"kit/__init__.py": "import os\nos._exit(3)\n"}),
