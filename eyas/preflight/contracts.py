@@ -6,12 +6,11 @@ Contracts of real releases come with eyas; a folder `contracts` beside the scrip
 
 import json
 from collections.abc import Iterator
-from functools import lru_cache
 
 from packaging.version import Version
 
 from eyas.preflight.contract import RECORDED, Contract, changed, load, read_installed
-from eyas.preflight.finding import Check, Finding, Subject, info, warning
+from eyas.preflight.finding import Check, Finding, Subject, info, once, warning
 from eyas.preflight.packages import environment
 from eyas.preflight.script import Use, folder_of, scripts, tops, uses
 
@@ -21,7 +20,7 @@ def known(s: Subject, package: str) -> list[Contract]:
     return [c for c in (*load(RECORDED), *own) if c.package == package]
 
 
-@lru_cache(maxsize=8)
+@once
 def written_for(s: Subject, package: str) -> Contract | None:
     """The newest recorded release that has every name the script uses, as it uses them; else None."""
     mine = used(s, package)

@@ -8,11 +8,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from eyas.preflight.child import Reply, ask
-from eyas.preflight.finding import Check, Finding, Subject, error, info, warning
+from eyas.preflight.finding import Check, Finding, Subject, error, info, once, warning
 from eyas.preflight.packages import environment
 
 TAKEN = 0.1  # share of a GPU's memory that others may hold without a warning
@@ -42,7 +41,7 @@ def smi(*arguments: str) -> list[str]:
     return [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
 
 
-@lru_cache(maxsize=1)
+@once
 def driver_view(s: Subject) -> tuple[list[Gpu], list[str]]:
     """The GPUs that answer, and what was said of those that do not. Each is asked alone, so that one that is lost
     does not hide the others."""
@@ -61,7 +60,7 @@ def driver_view(s: Subject) -> tuple[list[Gpu], list[str]]:
     return found, faults
 
 
-@lru_cache(maxsize=1)
+@once
 def torch_view(s: Subject) -> Reply:
     return ask(s.python, "torch", s.import_limit)
 

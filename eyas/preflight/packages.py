@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from packaging.version import Version
 
 from eyas.errors import EyasError
 from eyas.preflight.child import ask
-from eyas.preflight.finding import Check, Finding, Subject, error, info, warning
+from eyas.preflight.finding import Check, Finding, Subject, error, info, once, warning
 from eyas.preflight.script import folder_of, tops
 
 # The newest of each that eyas was tested with; a later major version may have lost names.
@@ -88,7 +87,7 @@ class Environment:
                 yield r
 
 
-@lru_cache(maxsize=1)
+@once
 def environment(s: Subject) -> Environment:
     """Ask the interpreter. Raises EyasError when it is none, or too old to be asked."""
     names, folder = {*OPTIONAL, "torch", "transformers"}, Path(os.devnull)
@@ -222,8 +221,8 @@ def extensions_fit_torch(s: Subject) -> Iterator[Finding]:
 
 
 def torch_build(env: Environment) -> tuple[str, dict[str, str]]:
-    """Version and build of the torch that is installed. Its metadata does not say which CUDA it is built for when it
-    is from PyPI; its version.py does, and need not be imported for that."""
+    """Version and build of the torch that is installed. From PyPI, its metadata does not say which CUDA it is built
+    for; its version.py does, and need not be imported for that."""
     version, place = env.version_of("torch"), env.modules.get("torch")
     file = Path(place[1], "version.py") if place and place[1] else Path(os.devnull)
     text = file.read_text() if file.is_file() else ""

@@ -3,14 +3,13 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from eyas.preflight.calls import read_signature
 from eyas.preflight.child import Reply, ask, import_modules
 from eyas.preflight.contract import read_installed
-from eyas.preflight.finding import Subject
+from eyas.preflight.finding import Subject, once
 from eyas.preflight.packages import environment
 from eyas.preflight.script import Use, folder_of, uses
 
@@ -35,7 +34,7 @@ class Resolved:
         return self.replies[owner(use, self.asked)[0]].result is not None
 
 
-@lru_cache(maxsize=1)
+@once
 def resolved(s: Subject) -> Resolved:
     """Import every module once, and look up every name."""
     done, env, wanted = Resolved(), environment(s), uses(s)

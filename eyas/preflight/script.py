@@ -5,11 +5,11 @@ how it calls those.
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
 from eyas.preflight.calls import Call
-from eyas.preflight.finding import Subject
+from eyas.preflight.finding import Subject, once
 
 IMPORT_FAULTS, ANY_FAULT = {"ImportError", "ModuleNotFoundError"}, {"AttributeError", "Exception", "BaseException"}
 FEATURE_TESTS = ("version", "hasattr", "find_spec", "is_available", "_available(")
@@ -266,7 +266,7 @@ def read_all(script: Path) -> Iterator[Script]:
             waiting += [b for b in beside if b.is_file()]
 
 
-@lru_cache(maxsize=1)
+@once
 def scripts(s: Subject) -> list[Script]:
     """Raises SyntaxError."""
     assert s.script is not None
