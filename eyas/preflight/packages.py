@@ -221,7 +221,7 @@ def extensions_fit_torch(s: Subject) -> Iterator[Finding]:
 
 
 def torch_build(env: Environment) -> tuple[str, dict[str, str]]:
-    """Version and build of the torch that is installed. From PyPI, its metadata does not say which CUDA it is built
+    """Version and build of the torch that is installed. From PyPI, its metadata does not say the CUDA it is built
     for; its version.py does, and need not be imported for that."""
     version, place = env.version_of("torch"), env.modules.get("torch")
     file = Path(place[1], "version.py") if place and place[1] else Path(os.devnull)

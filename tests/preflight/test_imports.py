@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from eyas.preflight import imports
-from eyas.preflight.script import Script
 from tests.preflight.faults import KIT, Fault, expect, names, of, write
 
 GUARDED = "try:\n    {}\nexcept ImportError:\n    {}\n"
@@ -289,20 +288,3 @@ def test_the_example_script_is_healthy():
     script = Path(__file__).parents[2] / "examples" / "train_script.py"
     result = run_preflight(Subject(script=script, python=sys.executable), ["imports"])
     assert of(result["stages"][0]["findings"], "error", "warning") == []
-
-
-def test_uses_are_read_with_their_scope(tmp_path):
-    text = "import a.b\nimport c as d\nfrom e import f as g\n\n"
-    text += "def h():\n    from i import j\n    return j(1), d.k.l, g.m(x=1)\na.b.n\n"
-    (tmp_path / "s.py").write_text(text)
-    found = [(u.line, u.name, u.kind, u.where.function) for u in Script(tmp_path / "s.py").uses]
-    assert found == [
-        (1, "a.b", "import", ""),
-        (2, "c", "import", ""),
-        (3, "e.f", "from", ""),
-        (6, "i.j", "from", "h"),
-        (7, "i.j", "attribute", "h"),
-        (7, "c.k.l", "attribute", "h"),
-        (7, "e.f.m", "attribute", "h"),
-        (8, "a.b.n", "attribute", ""),
-    ]
