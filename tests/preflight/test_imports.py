@@ -139,7 +139,7 @@ FAULTS = [
           "from kit.data.loader import make_batch", "import helper\n",
           {"../work/helper.py": "from kit.data import make_batch\n"}),
     Fault("in a package that does not import", "names", "`kit.config` (kit 1.0) exposes nothing named `Confg`",
-          "", "from kit.config import Confg\n", {"kit/__init__.py": "import depend\n"}),
+          "did you mean Config?", "from kit.config import Confg\n", {"kit/__init__.py": "import depend\n"}),
     # calls
     Fault("too many arguments", "calls", "`kit.Config` takes 1 positional argument, 2 are given",
           "in kit 1.0 it is `Config(size, *, depth=…)`", "from kit import Config\nConfig(8, 2)\n"),
