@@ -58,12 +58,35 @@ class Run(_OnConfig):
 
 @dataclass(kw_only=True)
 class Preflight(_OnConfig):
-    """Check everything that can be checked before GPU hours are spent."""
+    """Check everything that can be checked before GPU hours are spent: a run, a script, an engine, or several."""
 
+    config: Positional[Path | None] = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The run's YAML file."""
+    script: Path | None = None
+    """A training script: its imports and calls are checked, it is never run."""
+    engine: Literal["vllm", "sglang"] | None = None
+    """A serving engine: is what extraction and serving need of it there?"""
+    python: str = sys.executable
+    """The interpreter in which the script and the engine will run."""
+    import_limit: float = 60.0
+    """Seconds that importing one module may take."""
     stage: list[str] = field(default_factory=list)
     """Check these stages only."""
     skip: list[str] = field(default_factory=list)
     """Leave these stages out."""
+
+
+@dataclass(kw_only=True)
+class Contracts(_Output):
+    """record: write down what a package promises (names, signatures), to be compared in later preflights."""
+
+    action: Positional[Literal["record"]]
+    package: Positional[list[str]]
+    """The package, or some of its modules: `a.b a.c`."""
+    python: str = sys.executable
+    """The interpreter it is installed for."""
+    out: Path | None = None
+    """The file to write; default contracts/PACKAGE-VERSION.json."""
 
 
 @dataclass(kw_only=True)
@@ -130,6 +153,7 @@ def _commands() -> Any:
     named = {
         "run": Run,
         "preflight": Preflight,
+        "contracts": Contracts,
         "train": Train,
         "verify": Verify,
         "status": Status,
@@ -184,11 +208,18 @@ def _call(command: Any, rest: list[str]) -> tuple[dict[str, Any], int]:
         result = verify(command.draft, run_dir=command.run, target=command.target)
         _print_findings(result["findings"], f"{command.draft}: {result['format']}")
         return result, 0 if result["ok"] else 1
-    config = resolve(command, rest)
-    if not config.target.model:
+    if isinstance(command, Contracts):
+        from eyas.preflight.contract import record
+
+        result = record(command.package, command.python, command.out)
+        say(f"{result['file']}: {result['names']} names of {result['package']} {result['version']}")
+        return result, 0
+    config = resolve(command, rest) if command.config else None
+    if config and not config.target.model:
         raise UsageError("target.model is empty", "name the target: a Hugging Face id or a folder")
     if isinstance(command, Preflight):
-        return _preflight(config, command.stage, command.skip)
+        return _preflight(config, command.stage, command.skip, command)
+    assert config is not None
     from eyas import pipeline
 
     names = [s.name for s in pipeline.stages_of(config)]
@@ -261,12 +292,19 @@ def resolve(command: _OnConfig, rest: list[str]) -> RunConfig:
     return config.model_copy(update={"run_dir": str(command.run_dir)}) if command.run_dir else config
 
 
-def _preflight(config: RunConfig, only: list[str], skip: list[str]) -> tuple[dict[str, Any], int]:
+def _preflight(
+    config: RunConfig | None, only: list[str], skip: list[str], named: Preflight | None = None
+) -> tuple[dict[str, Any], int]:
     from eyas.files import write_json
+    from eyas.preflight.finding import Subject
     from eyas.preflight.runner import render, run_preflight
 
-    result = run_preflight(config, only or None, skip)
-    write_json(Path(config.run_dir) / "preflight" / "result.json", result)
+    others = {n: getattr(named, n) for n in ("script", "engine", "python", "import_limit")} if named else {}
+    if not (config or others.get("script") or others.get("engine")):
+        raise UsageError("nothing to check", "give a CONFIG.yaml, --script or --engine")
+    result = run_preflight(Subject(config, **others), only or None, skip)
+    if config:
+        write_json(Path(config.run_dir) / "preflight" / "result.json", result)
     if not console.quiet:
         render(result)
     return result, 0 if result["ok"] else 1

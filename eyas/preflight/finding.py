@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from eyas.config import RunConfig
 from eyas.draft import Eagle3DraftModel
@@ -51,11 +51,14 @@ class Subject:
         features: Path | None = None,
         draft: Path | None = None,
         target: str | None = None,
+        import_limit: float = 60.0,
     ):
         """python: the interpreter in which `script` and `engine` will run; target: what `features` or `draft` are
-        compared with, when no run names it."""
+        compared with, when no run names it; import_limit: seconds that importing one module may take there."""
         self.given_config, self.script, self.engine, self.python = config, script, engine, python
         self.given_features, self.draft, self.target = features, draft, target
+        self.import_limit = import_limit
+        self.kept: dict[Any, Any] = {}
 
     @property
     def about(self) -> set[About]:
@@ -100,6 +103,23 @@ class Subject:
 
     def new_draft(self) -> Eagle3DraftModel:
         return new_draft(self.config, self.spec, self.aux_layers, self.folder("vocab"))
+
+
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+def once(function: Callable[Concatenate[Subject, P], R]) -> Callable[Concatenate[Subject, P], R]:
+    """Keep what a function of a subject finds with that subject, for as long: several checks ask for it."""
+
+    @wraps(function)
+    def kept(s: Subject, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        key = (function.__module__, function.__qualname__, args)
+        if key not in s.kept:
+            s.kept[key] = function(s, *args, **kwargs)
+        return s.kept[key]
+
+    return kept
 
 
 @dataclass(frozen=True)

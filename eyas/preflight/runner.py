@@ -10,11 +10,12 @@ from rich.table import Table
 
 from eyas.config import RunConfig
 from eyas.errors import EyasError, UsageError
-from eyas.preflight import alignment, dry_run, features, model
+from eyas.preflight import alignment, contracts, dry_run, engine, environment, features, imports, model
 from eyas.preflight.finding import Check, Finding, NotMade, Subject, error, info
 from eyas.progress import console
 
-CHECKS = [*features.CHECKS, *alignment.CHECKS, *model.CHECKS, *dry_run.CHECKS]
+CHECKS = [*environment.CHECKS, *imports.CHECKS, *contracts.CHECKS, *engine.CHECKS]
+CHECKS += [*features.CHECKS, *alignment.CHECKS, *model.CHECKS, *dry_run.CHECKS]
 STAGES = list(dict.fromkeys(c.stage for c in CHECKS))
 COLOURS = {"passed": "green", "warned": "yellow", "failed": "red", "skipped": "dim"}
 COLOURS |= {"info": "dim", "warning": "yellow", "error": "red"}

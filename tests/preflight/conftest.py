@@ -18,6 +18,7 @@ from eyas.target.backend import Target
 from eyas.target.spec import TargetSpec
 from eyas.target.weights import TargetWeights
 from eyas.vocab import build_vocab_mapping
+from tests.preflight.faults import bare, work  # noqa: F401 fixtures
 from tests.tiny import make_target
 
 AUX = [1, 3, 5]

@@ -39,7 +39,7 @@ def test_a_healthy_run_passes_every_stage_and_nothing_in_it_is_written(make_run)
     before = tree(Path(config.run_dir))
     result = run_preflight(config)
     assert errors(result) == []
-    assert result["ok"] and set(status(result)) == {"features", "alignment", "model", "dry_run"}
+    assert result["ok"] and set(status(result)) == {"environment", "features", "alignment", "model", "dry_run"}
     assert "failed" not in status(result).values() and "skipped" not in status(result).values()
     assert tree(Path(config.run_dir)) == before
     for f in (f for s in result["stages"] for f in s["findings"]):
@@ -50,7 +50,7 @@ def test_a_healthy_run_passes_every_stage_and_nothing_in_it_is_written(make_run)
 
 def test_before_extraction_everything_is_skipped_with_the_reason(make_run):
     config = make_run().model_copy(update={"run_dir": "elsewhere"})
-    result = run_preflight(config)
+    result = run_preflight(config, skip=["environment"])
     assert result["ok"] and set(status(result).values()) == {"skipped"}
     assert "stage extract has not run in elsewhere" in messages(result, "features")
 
