@@ -28,10 +28,10 @@ demo: $(VENV)/.installed $(TARGET)/config.json  ## Train a draft for SmolLM2-135
 	$(BIN)/eyas run examples/demo/run.yaml
 
 test: $(VENV)/.installed $(TARGET)/config.json  ## Run every test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 test-fast: $(VENV)/.installed  ## Run the tests that take no more than a few seconds each
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow"
 
 lint: $(VENV)/.installed  ## Check format, style and types
 	$(BIN)/ruff format --check .
