@@ -8,7 +8,9 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -63,7 +65,17 @@ class Preflight(_OnConfig):
     stage: list[str] = field(default_factory=list)
     """Check these stages only."""
     skip: list[str] = field(default_factory=list)
-    """Leave these stages out."""
+    """Leave these stages or checks out."""
+    features: Path | None = None
+    """Look at this folder's features instead of the run's: a feature store, or sample files of another tool."""
+    draft: Path | None = None
+    """Look at this folder with an exported draft too."""
+    target: str | None = None
+    """The target that features or draft are compared with, instead of the config's: id or folder."""
+    strict: bool = False
+    """Fail on warnings too."""
+    budget: float | None = None
+    """Seconds after which no further check is started."""
 
 
 @dataclass(kw_only=True)
@@ -188,7 +200,10 @@ def _call(command: Any, rest: list[str]) -> tuple[dict[str, Any], int]:
     if not config.target.model:
         raise UsageError("target.model is empty", "name the target: a Hugging Face id or a folder")
     if isinstance(command, Preflight):
-        return _preflight(config, command.stage, command.skip)
+        from eyas.preflight.finding import Subject
+
+        given = Subject(config, features=command.features, draft=command.draft, target=command.target)
+        return _preflight(given, command.stage, command.skip, strict=command.strict, budget=command.budget)
     from eyas import pipeline
 
     names = [s.name for s in pipeline.stages_of(config)]
@@ -199,7 +214,7 @@ def _call(command: Any, rest: list[str]) -> tuple[dict[str, Any], int]:
     for name in (only, start):
         if name and name not in names:
             raise UsageError(f"unknown stage {name!r} for this config", f"one of: {', '.join(names)}")
-    checks = {"train": lambda: _before_train(config)} if getattr(command, "preflight", False) else None
+    checks = _before(config) if getattr(command, "preflight", False) else None
     result = pipeline.run(config, start=start, only=only, before=checks)
     if only:
         result = {"run_dir": result["run_dir"], **result["stages"][only]}
@@ -231,25 +246,36 @@ def resolve(command: _OnConfig, rest: list[str]) -> RunConfig:
     return config.model_copy(update={"run_dir": str(command.run_dir)}) if command.run_dir else config
 
 
-def _preflight(config: RunConfig, only: list[str], skip: list[str]) -> tuple[dict[str, Any], int]:
+def _preflight(subject: Any, only: list[str], skip: list[str], **options: Any) -> tuple[dict[str, Any], int]:
+    """`subject`: a preflight Subject. The result is kept in the run's folder, where there is a run."""
     from eyas.files import write_json
-    from eyas.preflight.runner import render, run_preflight
+    from eyas.preflight.runner import run_preflight
+    from eyas.preflight.table import live, render
 
-    result = run_preflight(config, only or None, skip)
-    write_json(Path(config.run_dir) / "preflight" / "result.json", result)
+    with live() as watch:
+        result = run_preflight(subject, only or None, skip, watch=watch, **options)
+    if subject.given_config:
+        write_json(Path(subject.config.run_dir) / "preflight" / "result.json", result)
     if not console.quiet:
         render(result)
     return result, 0 if result["ok"] else 1
 
 
-def _before_train(config: RunConfig) -> None:
-    result, code = _preflight(config, [], [])
-    if code:
-        errors = [f["message"] for s in result["stages"] for f in s["findings"] if f["level"] == "error"]
-        raise EyasError(
-            "preflight failed: " + "; ".join(errors),
-            "mend these, or go on at your own risk with --no-preflight",
-        )
+def _before(config: RunConfig) -> dict[str, Callable[[], None]]:
+    """Checks before the stages that cost hours: each as early as what it looks at is there."""
+    early = {"regenerate": ["config"], "prepare": ["config"], "extract": ["config", "data"], "train": []}
+
+    def check(stages: list[str]) -> None:
+        from eyas.preflight.finding import Subject
+
+        result, code = _preflight(Subject(config), stages, [])
+        if code:
+            errors = [f["message"] for s in result["stages"] for f in s["findings"] if f["level"] == "error"]
+            kind = UsageError if result["stages"][0]["status"] == "failed" and stages else EyasError
+            hint = "mend these, or go on at your own risk with --no-preflight"
+            raise kind("preflight failed: " + "; ".join(errors), hint)
+
+    return {stage: partial(check, stages) for stage, stages in early.items()}
 
 
 def _status(run_dir: Path) -> tuple[dict[str, Any], int]:

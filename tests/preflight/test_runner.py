@@ -7,7 +7,8 @@ import pytest
 from eyas.config import RunConfig
 from eyas.errors import EyasError, UsageError
 from eyas.preflight.finding import Check, Finding, NotMade, Subject
-from eyas.preflight.runner import render, run_checks, run_preflight
+from eyas.preflight.runner import run_checks, run_preflight
+from eyas.preflight.table import render
 from eyas.progress import console
 
 

@@ -1,0 +1,143 @@
+"""Features: are the states those of the layers they are said to be of? A few tokens are run through the target.
+
+Each stored layer is compared with the target's states at every boundary: which it is closest to is what it is. So
+layers that were swapped, counted by another convention, shifted or permuted are told by what they really are.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from eyas.features.contract import POST_NORM, PRE_NORM
+from eyas.features.store import Store
+from eyas.preflight.finding import Check, Finding, Subject, error, info
+from eyas.preflight.model import available_memory
+from eyas.target.backend import Target
+
+SAMPLES, TOKENS = 2, 48
+LARGEST = 4 << 30  # bytes of weights that are loaded for a look
+NEAR = 0.2  # relative difference below which two states are the same, whatever engine and precision made them
+HINT = "extract again; if another tool wrote these states, give the layers it really captured"
+
+
+def layers_are_the_targets(s: Subject) -> Iterator[Finding]:
+    if reason := too_large(s):
+        yield info(f"not recomputed, the layers are taken as they are said to be: {reason}")
+        return
+    chosen = s.samples[:SAMPLES]
+    size = min(TOKENS, max(len(f.token_ids) for f in chosen))
+    found = capture(s, [f.token_ids[:size].tolist() for f in chosen])  # [T, L + 1, H]
+    aux = torch.cat([f.aux_hidden_states[:size] for f in chosen]).float()  # [T, A, H]
+    placed = [place(states, found) for states in aux.unbind(1)]
+    normed = torch.cat([found, s.weights.final_norm().float()(found[:, -1:])], 1)
+    mask = torch.cat([f.loss_mask[:size] for f in chosen])
+    last = torch.cat([f.last_hidden_state[: int(f.loss_mask[:size].sum())] for f in chosen]).float()
+    at = place(last, normed[mask]) if len(last) > 2 else None
+    count, boundaries = s.spec.num_layers, [b for b, _, _ in placed]
+    evidence = {"boundaries": boundaries, "differences": [round(e, 4) for _, e, _ in placed], "tokens": len(aux)}
+    evidence |= {"last": None if at is None else at[0], "last_difference": None if at is None else round(at[1], 4)}
+    strange = [(f"aux column {c}", *p) for c, p in enumerate(placed)] + (
+        [("the last hidden state", *at)] if at else []
+    )
+    strange = [x for x in strange if x[2] > NEAR or x[3]]
+    s.recomputed = not strange
+    for name, boundary, apart, how in strange:
+        if how:
+            yield error(f"{name} is boundary {boundary}'s, but {how}", HINT, evidence)
+        else:
+            text = f"{name}: closest is boundary {boundary}, which differs by {apart:.0%}"
+            yield error(f"{text}: states of other tokens, another revision or another target", HINT, evidence)
+    if strange:
+        return
+    declared = s.features.meta if isinstance(s.features, Store) else None
+    here = None if at is None else {count: PRE_NORM, count + 1: POST_NORM}.get(at[0], f"boundary {at[0]}")
+    if declared is None:
+        outputs = [b - 1 for b in boundaries]
+        text = f"recomputed: the aux states are of boundaries {boundaries} (outputs of blocks {outputs})"
+        yield info(f"{text}, the last one is {here}", "", evidence)
+        if boundaries != sorted(boundaries):
+            text = f"the aux layers are stored in the order {boundaries}, servers give them ascending"
+            yield error(text, "put them in order before training")
+        return
+    if boundaries != (said := list(declared.aux_layers)):
+        yield error(misplaced(said, boundaries), HINT, evidence)
+    if here not in (None, declared.last_hidden_state):
+        yield error(f"the last hidden state is {here}, declared is {declared.last_hidden_state}", HINT, evidence)
+    if boundaries == said and here in (None, declared.last_hidden_state):
+        text = f"recomputed {len(aux)} tokens: boundaries {boundaries} and the last state are the target's own"
+        yield info(f"{text} (largest difference {max(e for _, e, _ in placed):.1%})", evidence=evidence)
+
+
+def misplaced(said: list[int], found: list[int]) -> str:
+    by = {b - a for a, b in zip(said, found, strict=True)}
+    text = f"aux layers are declared {said}, but hold boundaries {found}"
+    if sorted(found) == sorted(said):
+        return f"{text}: stored in another order"
+    if len(by) == 1:
+        side = "later: they were counted as outputs of blocks" if by == {1} else f"off by {next(iter(by))}"
+        return f"{text}: every one is one block {side}" if by == {1} else f"{text}: all are {side}"
+    return text
+
+
+def too_large(s: Subject) -> str:
+    size = sum(f.stat().st_size for f in s.weights.shards.files)
+    device = s.config.torch_device() if s.given_config else "cpu"
+    most = min(LARGEST, available_memory(device) // 3)
+    return f"the target has {size / 1e9:,.1f} GB of weights, at most {most / 1e9:.1f} are loaded for this" * (
+        size > most
+    )
+
+
+@torch.no_grad()
+def capture(s: Subject, batch: list[list[int]]) -> Tensor:
+    """States [T, L + 1, H] of the samples' tokens at every boundary, the one before the final norm included."""
+    given = s.given_config
+    device, asked = (given.torch_device(), given.target) if given else ("cpu", None)
+    options = (asked.dtype, device, asked.attention, asked.trust_remote_code) if asked else ()
+    target = Target.load(s.spec, *options)
+    states = target.capture(batch, list(range(s.spec.num_layers + 1)))
+    return torch.cat([c.aux for c in states]).float()
+
+
+def place(stored: Tensor, found: Tensor) -> tuple[int, float, str]:
+    """(boundary, difference, how they are displaced) for stored [T, H] among found [T, B, H]."""
+    best, apart = nearest(stored, found)
+    if apart < NEAR:
+        return best, apart, ""
+    for by, whose in ((1, "p-1"), (-1, "p+1")):
+        a, b = (stored[1:], found[:-1]) if by == 1 else (stored[:-1], found[1:])
+        where, error = nearest(a, b)
+        if error < NEAR:
+            return where, error, f"shifted by one: row p holds token {whose}'s state"
+    for parts in (2, 4, 8):
+        if stored.shape[1] % parts == 0 and (order := chunk_order(stored, found, parts)):
+            return (
+                *order[:2],
+                f"its {parts} parts are in the order {order[2]}, as tensor-parallel ranks mix them",
+            )
+    return best, apart, ""
+
+
+def nearest(stored: Tensor, found: Tensor) -> tuple[int, float]:
+    """The boundary of least difference, the median over rows of |a - b| / |b|: one huge token cannot decide."""
+    apart = (stored[:, None] - found).norm(dim=-1) / found.norm(dim=-1).clamp(min=1e-6)  # [T, B]
+    middle = apart.median(0).values
+    best = int(middle.argmin())
+    return best, float(middle[best])
+
+
+def chunk_order(stored: Tensor, found: Tensor, parts: int) -> tuple[int, float, list[int]] | None:
+    """(boundary, difference, where each stored part belongs) when permuting equal parts of the channels helps."""
+    a, b = stored.unflatten(1, (parts, -1)), found.unflatten(2, (parts, -1))  # [T, p, h], [T, B, p, h]
+    for boundary in range(found.shape[1]):
+        apart = (a[:, :, None] - b[:, boundary, None]).norm(dim=-1) / b[:, boundary, None].norm(dim=-1).clamp(
+            min=1e-6
+        )
+        least, order = apart.median(0).values.min(1)  # [p]
+        if float(least.max()) < NEAR and len({*order.tolist()}) == parts:
+            return boundary, float(least.max()), order.tolist()
+    return None
+
+
+CHECKS = [Check("recomputed", "features", ("contract",), layers_are_the_targets, "features")]
