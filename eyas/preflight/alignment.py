@@ -13,7 +13,7 @@ from eyas.errors import EyasError
 from eyas.features.contract import POST_NORM, PRE_NORM
 from eyas.features.store import Store
 from eyas.preflight.finding import Check, Finding, Subject, error, info, warning
-from eyas.preflight.hypotheses import MARGIN, best_guess, predict, survivors, table, told
+from eyas.preflight.hypotheses import AUX, MARGIN, WIDE, best_guess, predict, survivors, table, told
 
 ROWS = 512  # supervised rows looked at: a share then has a standard error of at most 2.2 points
 
@@ -114,6 +114,8 @@ def likely_cause(s: Subject, evidence: dict) -> str:
     """What is left when no guess predicts well, by whether the target gives these states for these ids."""
     if s.recomputed is False:
         return "the states are not this target's (see features): another revision, head or layer"
+    if (by_aux := evidence["hypotheses"].get(AUX, 0.0)) > evidence["top1"] + WIDE:
+        return f"the aux states fit tokens and head ({by_aux:.0%}): the last states alone are of something else"
     try:
         evidence["ids_that_come_back"] = share = survivors(s)
     except EyasError:

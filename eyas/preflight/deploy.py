@@ -40,6 +40,6 @@ def folder_would_be_served(s: Subject) -> Iterator[Finding]:
 
 
 CHECKS = [
-    Check("export", "deploy", ("fresh",), exports_prove_themselves),
+    Check("export", "deploy", ("fresh", "draft"), exports_prove_themselves),
     Check("draft_folder", "deploy", (), folder_would_be_served, "draft"),
 ]

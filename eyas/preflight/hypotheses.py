@@ -10,6 +10,7 @@ from eyas.preflight.finding import Subject
 MARGIN = 0.07  # three standard errors of a share of 512 rows
 WIDE = 0.14  # and of the 128 rows that guesses are tried on
 TRIED = 128
+AUX = "the highest aux layer in its place"  # says whether tokens and head fit; no way to mend anything
 
 
 def predict(states: Tensor, head: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def table(s: Subject, tokens: Tensor, last: Tensor, aux: Tensor, normed: bool) -
         ("the final norm applied twice" if normed else "the final norm already applied"): norm(last)
         if normed
         else last,
-        "the highest aux layer and the last state swapped": norm(aux),
+        AUX: norm(aux),
     }
     for parts in (2, 4, 8):
         if last.shape[1] % parts == 0 and (order := chunk_order(tokens, last, head, weight, parts)):
@@ -62,7 +63,7 @@ def chunk_order(tokens: Tensor, last: Tensor, head: Tensor, weight: Tensor, part
 
 def best_guess(guesses: dict[str, float]) -> str:
     """The guess that predicts clearly better than the states as they are stored; empty when none does."""
-    stored = guesses["as stored"]
+    stored, guesses = guesses["as stored"], {name: share for name, share in guesses.items() if name != AUX}
     name = max(guesses, key=lambda k: guesses[k] - (0 if k.startswith("row p is") else WIDE - MARGIN))
     return name if guesses[name] > stored + (MARGIN if name.startswith("row p is") else WIDE) else ""
 

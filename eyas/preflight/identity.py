@@ -9,13 +9,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from eyas.features.contract import POST_NORM, PRE_NORM
+from eyas.config import RunConfig
+from eyas.features.contract import POST_NORM, PRE_NORM, Features
 from eyas.features.store import Store
 from eyas.preflight.finding import Check, Finding, Subject, error, info
 from eyas.preflight.model import available_memory
 from eyas.target.backend import Target
 
-SAMPLES, TOKENS = 2, 48
+SAMPLES, TOKENS, FAR = 2, 48, 1024  # TOKENS up to some supervised ones, at most FAR into a sample
 LARGEST = 4 << 30  # bytes of weights that are loaded for a look
 NEAR = 0.2  # relative difference below which two states are the same, whatever engine and precision made them
 HINT = "extract again; if another tool wrote these states, give the layers it really captured"
@@ -25,15 +26,13 @@ def layers_are_the_targets(s: Subject) -> Iterator[Finding]:
     if reason := too_large(s):
         yield info(f"not recomputed, the layers are taken as they are said to be: {reason}")
         return
-    chosen = s.samples[:SAMPLES]
-    size = min(TOKENS, max(len(f.token_ids) for f in chosen))
-    found = capture(s, [f.token_ids[:size].tolist() for f in chosen])  # [T, L + 1, H]
-    aux = torch.cat([f.aux_hidden_states[:size] for f in chosen]).float()  # [T, A, H]
+    chosen = [head_of(f) for f in sorted(s.samples, key=lambda f: int(f.loss_mask.int().argmax()))[:SAMPLES]]
+    found = capture(s, [f.token_ids.tolist() for f in chosen])  # [T, L + 1, H]
+    aux = torch.cat([f.aux_hidden_states for f in chosen]).float()  # [T, A, H]
     placed = [place(states, found) for states in aux.unbind(1)]
     normed = torch.cat([found, s.weights.final_norm().float()(found[:, -1:])], 1)
-    mask = torch.cat([f.loss_mask[:size] for f in chosen])
-    last = torch.cat([f.last_hidden_state[: int(f.loss_mask[:size].sum())] for f in chosen]).float()
-    at = place(last, normed[mask]) if len(last) > 2 else None
+    last = torch.cat([f.last_hidden_state for f in chosen]).float()
+    at = place(last, normed[torch.cat([f.loss_mask for f in chosen])]) if len(last) > 2 else None
     count, boundaries = s.spec.num_layers, [b for b, _, _ in placed]
     evidence = {"boundaries": boundaries, "differences": [round(e, 4) for _, e, _ in placed], "tokens": len(aux)}
     evidence |= {"last": None if at is None else at[0], "last_difference": None if at is None else round(at[1], 4)}
@@ -65,8 +64,16 @@ def layers_are_the_targets(s: Subject) -> Iterator[Finding]:
     if here not in (None, declared.last_hidden_state):
         yield error(f"the last hidden state is {here}, declared is {declared.last_hidden_state}", HINT, evidence)
     if boundaries == said and here in (None, declared.last_hidden_state):
-        text = f"recomputed {len(aux)} tokens: boundaries {boundaries} and the last state are the target's own"
+        what = f"boundaries {boundaries}{' and the last state' * (at is not None)}"
+        text = f"recomputed {len(aux)} tokens: {what} are the target's own"
         yield info(f"{text} (largest difference {max(e for _, e, _ in placed):.1%})", evidence=evidence)
+
+
+def head_of(f: Features) -> Features:
+    """The sample up to some TOKENS supervised tokens: a causal target gives its rows the same states alone."""
+    end = min(int(f.loss_mask.int().argmax()) + TOKENS, FAR)
+    last = f.last_hidden_state[: int(f.loss_mask[:end].sum())]
+    return Features(f.id, f.token_ids[:end], f.loss_mask[:end], f.aux_hidden_states[:end], last)
 
 
 def misplaced(said: list[int], found: list[int]) -> str:
@@ -82,7 +89,7 @@ def misplaced(said: list[int], found: list[int]) -> str:
 
 def too_large(s: Subject) -> str:
     size = sum(f.stat().st_size for f in s.weights.shards.files)
-    device = s.config.torch_device() if s.given_config else "cpu"
+    device = (s.given_config or RunConfig()).torch_device()
     most = min(LARGEST, available_memory(device) // 3)
     return f"the target has {size / 1e9:,.1f} GB of weights, at most {most / 1e9:.1f} are loaded for this" * (
         size > most
@@ -92,10 +99,9 @@ def too_large(s: Subject) -> str:
 @torch.no_grad()
 def capture(s: Subject, batch: list[list[int]]) -> Tensor:
     """States [T, L + 1, H] of the samples' tokens at every boundary, the one before the final norm included."""
-    given = s.given_config
-    device, asked = (given.torch_device(), given.target) if given else ("cpu", None)
-    options = (asked.dtype, device, asked.attention, asked.trust_remote_code) if asked else ()
-    target = Target.load(s.spec, *options)
+    config = s.given_config or RunConfig()
+    how = config.target
+    target = Target.load(s.spec, how.dtype, config.torch_device(), how.attention, how.trust_remote_code)
     states = target.capture(batch, list(range(s.spec.num_layers + 1)))
     return torch.cat([c.aux for c in states]).float()
 

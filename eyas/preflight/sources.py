@@ -1,11 +1,12 @@
 """Config: can the data be read, and does the target's template render it as it is? A few rows of each source."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from eyas.data.conversation import BadRow, Conversation, parse
+from eyas.data.conversation import Answer, BadRow, Conversation, parse
 from eyas.data.read import Row, read_rows
 from eyas.data.render import Rendered, Template, assemble
 from eyas.pipeline import source_files
@@ -84,7 +85,7 @@ def lengths_and_ids(s: Subject, rendered: list[tuple[Row, Rendered]]) -> Iterato
     if min(len(most.token_ids), longest) > positions:
         text = f"{Path(row.file).name} row {row.number} has {len(most.token_ids)} tokens, the target {positions}"
         yield error(f"{text} positions", f"set data.max_length to {positions} or less")
-    answered = [r for _, r in rendered if any(r.loss_mask)]
+    answered = [r for _, r in rendered if any(r.loss_mask)] if s.config.regenerate.mode == "none" else []
     cut = sum(len(r.token_ids) > longest for r in answered)
     silent = sum(not any(r.loss_mask[:longest]) for r in answered)
     if answered and silent == len(answered):
@@ -100,14 +101,16 @@ def lengths_and_ids(s: Subject, rendered: list[tuple[Row, Rendered]]) -> Iterato
 
 
 def render_row(s: Subject, template: Template, conversation: Conversation) -> list[Rendered]:
-    """The row's samples. Where the target is to answer, only what it will be asked."""
-    mode, last = s.config.regenerate.mode, conversation.messages[-1]["role"]
-    if mode == "none" or (mode == "missing" and last == "assistant"):
-        return assemble(template.tokenize(template.turns(conversation, s.config.data.supervise)))
-    if not (prompt := template.first_prompt(conversation)):
-        raise BadRow("no user turn to answer")
-    (ids,) = template.ids([prompt])
-    return [Rendered(ids, [False] * len(ids))]
+    """The row's samples. Where the target is to answer, its answer is an end-of-turn token."""
+    mode, messages, answers = s.config.regenerate.mode, list(conversation.messages), dict(conversation.answers)
+    if mode != "none" and messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+        answers[len(messages) - 1] = Answer(s.spec.eos_token_ids[:1], "stop")
+    for i, message in enumerate(messages):
+        if mode == "all" and message["role"] == "assistant":
+            answers[i] = Answer(s.spec.eos_token_ids[:1], "stop")
+    asked = replace(conversation, messages=messages, answers=answers)
+    return assemble(template.tokenize(template.turns(asked, s.config.data.supervise)))
 
 
 def some_rows(sources: list[str]) -> list[Row]:

@@ -18,6 +18,7 @@ from eyas.target.backend import Target
 from eyas.target.spec import TargetSpec
 from eyas.target.weights import TargetWeights
 from eyas.vocab import build_vocab_mapping
+from tests.preflight.healthy import make_healthy
 from tests.tiny import make_target
 
 AUX = [1, 3, 5]
@@ -102,3 +103,9 @@ def changed() -> Callable[..., Features]:
 @pytest.fixture
 def store_of() -> Callable[[RunConfig], Store]:
     return lambda config: Store(Path(config.run_dir) / "extract" / "features" / "train")
+
+
+@pytest.fixture(scope="session")
+def healthy(tmp_path_factory) -> RunConfig:
+    """A run that is made as far as training, and nothing wrong with it. Not to be changed: see `copy_of`."""
+    return make_healthy(tmp_path_factory.mktemp("healthy") / "base")
