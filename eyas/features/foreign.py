@@ -108,7 +108,9 @@ def load(path: Path) -> dict[str, Any]:
         size = f"; it has {path.stat().st_size:,} bytes: cut short?" if path.is_file() else ""
         raise EyasError(f"{path} cannot be read: {str(e).splitlines()[0]}{size}", AGAIN) from e
     if not isinstance(raw, dict):
-        raise EyasError(f"{path} holds a {type(raw).__name__}, expected a dict of tensors")
+        raise EyasError(
+            f"{path} holds a {type(raw).__name__}, expected a dict of tensors", "one dict for each sample"
+        )
     return raw
 
 

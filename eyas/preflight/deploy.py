@@ -8,6 +8,8 @@ from eyas.export.export import write_layout
 from eyas.export.verify import check
 from eyas.preflight.finding import Check, Finding, Subject, error, info
 
+AGAIN = "export it again, or write what is said to be wrong"
+
 
 def exports_prove_themselves(s: Subject) -> Iterator[Finding]:
     """The export stage on the draft as it is now, in every layout asked for."""
@@ -34,7 +36,7 @@ def folder_would_be_served(s: Subject) -> Iterator[Finding]:
         return
     checked = check(s.draft, s.spec if s.target_name else None)
     for f in checked["findings"]:
-        yield Finding(f["level"], f"{s.draft}: {f['message']}", f["hint"])
+        yield Finding(f["level"], f"{s.draft}: {f['message']}", f["hint"] or AGAIN)
     compared = f"against {s.target_name}" if s.target_name else "without a target: name it with --target"
     yield info(f"{s.draft} is of the {checked['format']} layout, looked at {compared}")
 

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from eyas.config import RunConfig
 from eyas.preflight.finding import Subject
-from tests.preflight.faults import Fault, base, setting
-from tests.preflight.foreign import WRITERS, write
+from tests.preflight.faults import Fault, base
+from tests.preflight.foreign import write
 from tests.tiny import make_target
 
 LOCKED: list[Any] = []  # open files that hold a lock until the test is over
@@ -126,7 +126,7 @@ FAULTS = [
     Fault("v1: a mask of zeros", "features", files(V1, changed("loss_mask", torch.zeros_like)), "data_0.pt: loss_mask is all zero", "see how it was made"),
     Fault("v1: a cut file", "features", files(V1, after=cut("data_0.pt")), "data_0.pt cannot be read: ", AGAIN),
     Fault("v1: more than tensors", "features", files(V1, put(when=lambda d: datetime.date(2026, 1, 1))), "data_0.pt cannot be read: it holds more than tensors", "eyas runs no code from a file"),
-    Fault("v1: a list, not a dict", "features", files(V1, lambda d: [d["input_ids"]]), "data_0.pt holds a list, expected a dict", AGAIN),
+    Fault("v1: a list, not a dict", "features", files(V1, lambda d: [d["input_ids"]]), "data_0.pt holds a list, expected a dict", "one dict for each sample"),
     Fault("v0: one layer", "features", files("speculators_v0", put(hidden_state=lambda d: d["target"])), f"hidden_state is [127, 32] beside a last state [127, 32] where [T, A * 32] is due: {POSES}", "save the aux layers side by side"),
     Fault("SpecForge: one layer", "features", files("specforge", put(aux_hidden_state=lambda d: d["hidden_state"])), POSES, "lowest first"),
     Fault("SpecForge: a width that is no multiple", "features", files("specforge", changed("aux_hidden_state", lambda x: x[..., :-1])), "expected [T, A * H] beside [T, H]", AGAIN),

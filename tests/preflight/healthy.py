@@ -17,12 +17,13 @@ END = 2  # <|im_end|>
 STAGES = ("regenerate", "prepare", "extract", "vocab")
 
 
-def make_healthy(folder: Path, family: str = "", target: dict | None = None, **sections) -> RunConfig:
-    """The run's config; everything lies below `folder`. `family`: an architecture of tests.target.families."""
-    model = make_target(folder / "target", **({} if family else target or {}))
+def make_healthy(folder: Path, family: str = "", shape: dict | None = None, **sections) -> RunConfig:
+    """The run's config; everything lies below `folder`. `family`: an architecture of tests.target.families;
+    `shape`: values of the target's own config."""
+    model = make_target(folder / "target", **({} if family else shape or {}))
     if family:
-        save_model(model, family, **({"vocab_size": 320, "num_hidden_layers": 6} | (target or {})))
-    elif not target:  # a norm of ones would hide that it is missing
+        save_model(model, family, **({"vocab_size": 320, "num_hidden_layers": 6} | (shape or {})))
+    elif not shape:  # a norm of ones would hide that it is missing
         tensors = load_file(model / "model.safetensors")
         norm = tensors["model.norm.weight"]
         tensors["model.norm.weight"] = torch.linspace(0.3, 2.0, len(norm))
@@ -52,7 +53,7 @@ def make_healthy(folder: Path, family: str = "", target: dict | None = None, **s
 
 
 def end_turns(path: Path) -> None:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text().split("\n") if line]
     for answer in (a for row in rows for a in row["answers"]):
         if answer["finish"] == "length":
             answer |= {"token_ids": [*answer["token_ids"], END], "finish": "stop"}

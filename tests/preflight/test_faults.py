@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.preflight import faults_config, faults_foreign, faults_made
+from tests.preflight import faults_config, faults_draft, faults_foreign, faults_made
 from tests.preflight.faults import Fault
 
-FAULTS = [*faults_config.FAULTS, *faults_made.FAULTS, *faults_foreign.FAULTS]
+FAULTS = [*faults_config.FAULTS, *faults_made.FAULTS, *faults_foreign.FAULTS, *faults_draft.FAULTS]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.stage}: {f.name}")
