@@ -9,6 +9,7 @@ import fcntl
 import gzip
 import io
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,8 +103,9 @@ def load(path: Path) -> dict[str, Any]:
         raw = torch.load(source, weights_only=True, map_location="cpu", mmap=source is path)
     except pickle.UnpicklingError as e:
         hint = "save tensors, lists, numbers and text only; eyas runs no code from a file"
-        said = str(e).splitlines()[0]
-        raise EyasError(f"{path} cannot be read: it holds more than tensors ({said})", hint) from e
+        what = re.search(r"GLOBAL (\S+)", str(e))
+        said = f" ({what[1]})" if what else ""
+        raise EyasError(f"{path} cannot be read: it holds more than tensors{said}", hint) from e
     except (RuntimeError, OSError, EOFError) as e:
         size = f"; it has {path.stat().st_size:,} bytes: cut short?" if path.is_file() else ""
         raise EyasError(f"{path} cannot be read: {str(e).splitlines()[0]}{size}", AGAIN) from e

@@ -157,7 +157,7 @@ def states_vary_by_token_and_layer(s: Subject) -> Iterator[Finding]:
             text = f"{one} and {two} hold the same states ({share:.1%} of the values agree)"
             yield error(text, "check the layer ids the engine was given; extract again")
     sizes = [rms[name] for name in layers]
-    if len(sizes) > 1 and all(a > 1.5 * b for a, b in pairwise(sizes)):
+    if sizes[0] > 1.5 * sizes[-1] and all(a > b for a, b in pairwise(sizes)):
         text = f"the aux states shrink from layer to layer (RMS {', '.join(f'{x:.3g}' for x in sizes)})"
         yield warning(text, "a residual stream grows: are the layers stored from high to low?")
 

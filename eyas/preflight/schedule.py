@@ -11,10 +11,11 @@ from eyas.preflight.finding import Check, Finding, Subject, error, info, warning
 def steps_and_intervals_make_sense(s: Subject) -> Iterator[Finding]:
     train, (tokens, samples) = s.config.train, training_size(s)
     whole, steps = train.batch_tokens * train.accumulation, train.max_steps
+    about = "about " * (not steps)
     if tokens:
         each = max(1, round(tokens / whole))  # optimiser steps of an epoch
         steps = steps or each * train.epochs
-        text = f"about {steps:,} optimiser steps of up to {whole:,} tokens; an epoch has {tokens:,} tokens"
+        text = f"{about}{steps:,} optimiser steps of up to {whole:,} tokens; an epoch has {tokens:,} tokens"
         yield info(text, evidence={"steps": steps, "steps_per_epoch": each, "tokens": tokens})
         if whole > tokens:
             text = f"an optimiser step could hold {whole:,} tokens (train.batch_tokens {train.batch_tokens:,} × "
@@ -26,7 +27,7 @@ def steps_and_intervals_make_sense(s: Subject) -> Iterator[Finding]:
     for key in ("eval_every", "checkpoint_every"):
         every = getattr(train, key)
         if every and steps and every > steps:
-            text = f"train.{key} {every} never fires: the run has {'about ' * bool(tokens)}{steps} optimiser steps"
+            text = f"train.{key} {every} never fires: the run has {about}{steps} optimiser steps"
             yield warning(text, "lower it, or leave it out for once an epoch")
     if steps and train.warmup and train.warmup * steps < 0.5:
         text = f"train.warmup {train.warmup} of {steps} steps is none: the first step has the full rate"

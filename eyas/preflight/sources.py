@@ -1,5 +1,6 @@
 """Config: can the data be read, and does the target's template render it as it is? A few rows of each source."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -55,8 +56,10 @@ def rows_can_be_rendered(s: Subject) -> Iterator[Finding]:
             bad[f"{Path(row.file).name} row {row.number}"] = e.reason
     if not rows:
         raise NotMade("no source can be looked at before it is read as a whole", "prepare will say what it finds")
-    reasons = ", ".join(f"{where}: {reason}" for where, reason in list(bad.items())[:3])
-    text = f"{len(bad)} of {len(rows)} sampled rows cannot become samples: {reasons}"
+    kinds = Counter(bad.values())
+    firsts = {reason: where for where, reason in reversed(bad.items())}
+    told = [f"{firsts[reason]}: {reason}{f' ({n} rows)' * (n > 1)}" for reason, n in kinds.most_common(3)]
+    text = f"{len(bad)} of {len(rows)} sampled rows cannot become samples: {'; '.join(told)}"
     hint = (
         "mend the rows, or let them be set aside; a template that edits what it is given needs data that it keeps"
     )

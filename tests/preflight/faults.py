@@ -1,6 +1,6 @@
 """The table of faults: what is done to a healthy run, which stage must find it first, and what it must say.
 
-`python -m tests.preflight.faults` makes each fault and prints what was found, as a table.
+The table itself is in the faults_*.py files beside this one; `make faults` makes each and prints what is found.
 """
 
 import json
@@ -47,7 +47,11 @@ class Fault:
         for stage, f in every:
             if f["level"] == "error" or (f["level"] == self.level and self.says in f["message"]):
                 return stage, f
-        return "", {"message": "\n".join(f"{s} {f['level']} {f['message']}" for s, f in every), "hint": "", "level": ""}
+        return "", {
+            "message": "\n".join(f"{s} {f['level']} {f['message']}" for s, f in every),
+            "hint": "",
+            "level": "",
+        }
 
 
 def setting(**sections: Any) -> Callable[[RunConfig], RunConfig]:
@@ -178,9 +182,3 @@ def manifest(stage: str, **inputs: str) -> Callable[[RunConfig], None]:
 def of_features(folder: str, **options: Any) -> Callable[[RunConfig], Subject]:
     """A subject that is the folder of files alone, with the run's target."""
     return lambda c: Subject(features=base(c) / folder, **({"target": c.target.model} | options))
-
-
-if __name__ == "__main__":
-    from tests.preflight.print_faults import main
-
-    main()

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a fault a line)
 """Faults of the config, the target's folder and the sources: found before anything runs."""
 
 import json
@@ -111,6 +112,7 @@ def plain(**sections: Any):
 
 ROPE = {"rope_type": "linear", "rope_theta": 10000.0}
 SET_AUX, MODEL_CARD = "set extract.aux_layers", "model's card"
+# fmt: off
 FAULTS = [
     Fault("an aux layer beyond the target", "config", setting(extract={"aux_layers": [1, 3, 9]}), "aux layers [1, 3, 9] do not fit a target of 6 layers", SET_AUX),
     Fault("an aux layer twice", "config", setting(extract={"aux_layers": [1, 3, 3]}), "aux layers [1, 3, 3] do not fit", SET_AUX),
@@ -171,3 +173,4 @@ FAULTS = [
     Fault("nothing held out", "config", setting(data={"heldout": 0.0}), "data.heldout is 0", "set it to 0.05", "warning"),
     Fault("nearly all held out", "config", setting(data={"heldout": 0.95}), "data.heldout 0.95 keeps most of the data from training", "0.05", "warning"),
 ]
+# fmt: on

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a fault a line)
 """Faults of the machine's room, the training itself and drafts to be served."""
 
 import json
@@ -120,6 +121,7 @@ def no_rope(c: dict, t: dict) -> None:
 
 
 HUGE = {"train": {"batch_tokens": 1 << 33}}
+# fmt: off
 FAULTS = [
     Fault("a batch that no memory holds", "model", setting(**HUGE), "GB are free on cpu", "set train.batch_tokens to "),
     Fault("NaN in the target's head", "model", trial(lambda d: put(d, "target_lm_head", float("nan"))), "target_lm_head [280, 32] has 1 values that are NaN or infinite", "fetch the target again"),
@@ -147,3 +149,4 @@ FAULTS = [
     Fault("a folder of no draft", "deploy", lambda c: Subject(draft=Path(c.target.model)), "is of no EAGLE-3 layout known here", "export it again"),
     Fault("a draft that is not there", "deploy", lambda c: Subject(draft=base(c) / "nowhere"), "nowhere is not a folder", "give a local folder"),
 ]
+# fmt: on

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a fault a line)
 """Faults of features that other tools wrote, looked at alone: `--features DIR --target TARGET`."""
 
 import datetime
@@ -116,6 +117,7 @@ def in_a_run(config: RunConfig) -> Subject:
 
 POSES, V1, VLLM = "a single layer poses as all of them", "speculators_v1", "vllm"
 SERVER, AGAIN = "ask the server for the aux layers and the last", "write this file again"
+# fmt: off
 FAULTS = [
     Fault("v1: one layer for the list", "features", files(V1, put(hidden_states=lambda d: d["hidden_states"][0])), f", 32] where a list of tensors [T, H], the aux layers and then the last one, is due: {POSES}", "save every layer"),
     Fault("v1: a list of one layer", "features", files(V1, put(hidden_states=lambda d: d["hidden_states"][:1])), POSES, "behind them the last hidden state"),
@@ -148,3 +150,4 @@ FAULTS = [
     Fault("keys of no format", "features", files(VLLM, lambda d: {"logits": d["hidden_states"]}), "has the keys ['logits'], of no format known here", "speculators v1: hidden_states, input_ids, loss_mask"),
     Fault("no files at all", "features", nothing, "holds neither store.json nor *.pt", "was extraction finished?"),
 ]
+# fmt: on

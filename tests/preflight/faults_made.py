@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a fault a line)
 """Faults of what the stages have made: prepare's samples, the feature store, the vocabulary."""
 
 import json
@@ -142,7 +143,9 @@ def normed(config: RunConfig) -> None:
 
 
 def fewer(config: RunConfig) -> None:
-    edit_json(Path(config.run_dir) / "prepare" / "manifest.json", counts={"train": 40, "samples": 44, "tokens": 2000})
+    edit_json(
+        Path(config.run_dir) / "prepare" / "manifest.json", counts={"train": 40, "samples": 44, "tokens": 2000}
+    )
 
 
 def heldout_again(config: RunConfig) -> None:
@@ -181,7 +184,7 @@ def at(table: np.ndarray, place: int, value: Any) -> np.ndarray:
 
 def of_other_data(config: RunConfig) -> None:
     """280 ids, but not those that are spoken."""
-    listed = [s for s in Store(Path(config.run_dir) / "extract" / "features" / "train").spread(64)]
+    listed = Store(Path(config.run_dir) / "extract" / "features" / "train").spread(64)
     tokens = torch.cat([f.token_ids[f.loss_mask] for f in listed]).long()
     rank = tokens.bincount(minlength=320).numpy()
     rank[2] = 0  # the end-of-turn token is kept
@@ -198,11 +201,42 @@ def too_dear(fault: Fault) -> Fault:
 
 
 EXTRACT, PREPARE, VOCAB = "extract again", "run `eyas prepare` again", "run `eyas vocab` again"
-NORMED = Fault("a last state that is normed already", "features", normed, "the last hidden state is post_final_norm, declared is pre_final_norm", EXTRACT)
-EARLY = Fault("last states a row early", "features", store(last(lambda x: x.roll(-1, 0))), "the last hidden state is boundary 6's, but shifted by one: row p holds token p+1's", EXTRACT)
-LATE = Fault("last states a row late", "features", store(last(lambda x: x.roll(1, 0))), "shifted by one: row p holds token p-1's", EXTRACT)
-HALVES = Fault("halves of the last state in the wrong order", "features", store(last(parts(2, [1, 0]))), "the last hidden state is boundary 6's, but its 2 parts are in the order [1, 0]", EXTRACT)
-QUARTERS = Fault("quarters of the last state in the wrong order", "features", store(last(parts(4, [2, 0, 3, 1]))), "its 4 parts are in the order", EXTRACT)
+NORMED = Fault(
+    "a last state that is normed already",
+    "features",
+    normed,
+    "the last hidden state is post_final_norm, declared is pre_final_norm",
+    EXTRACT,
+)
+EARLY = Fault(
+    "last states a row early",
+    "features",
+    store(last(lambda x: x.roll(-1, 0))),
+    "the last hidden state is boundary 6's, but shifted by one: row p holds token p+1's",
+    EXTRACT,
+)
+LATE = Fault(
+    "last states a row late",
+    "features",
+    store(last(lambda x: x.roll(1, 0))),
+    "shifted by one: row p holds token p-1's",
+    EXTRACT,
+)
+HALVES = Fault(
+    "halves of the last state in the wrong order",
+    "features",
+    store(last(parts(2, [1, 0]))),
+    "the last hidden state is boundary 6's, but its 2 parts are in the order [1, 0]",
+    EXTRACT,
+)
+QUARTERS = Fault(
+    "quarters of the last state in the wrong order",
+    "features",
+    store(last(parts(4, [2, 0, 3, 1]))),
+    "its 4 parts are in the order",
+    EXTRACT,
+)
+# fmt: off
 FAULTS = [
     Fault("a mask of zeros", "data", samples(first(loss_mask=lambda r: [False] * len(r["loss_mask"]))), "samples.parquet: sample c0: expected a supervised token", PREPARE),
     Fault("masks a token late", "data", samples(row(loss_mask=lambda r: roll(r["loss_mask"], 1))), "sample c0 (regenerate/conversations.jsonl row 1): the loss mask is shifted by one to the right", PREPARE),
@@ -249,6 +283,7 @@ FAULTS = [
     replace(too_dear(LATE), says="the last hidden state is shifted by one: row p holds token p-1's", cure="row p must be token p's"),
     replace(too_dear(HALVES), says="only as: 2 parts of the hidden dimension (tensor-parallel ranks) read in the order [1, 0]", cure="extract again with that put right"),
     replace(too_dear(QUARTERS), says="only as: 4 parts of the hidden dimension", cure="extract again with that put right"),
+    too_dear(Fault("a raw last state declared normed", "", head(last_hidden_state="post_final_norm"), "the last hidden state was never normed, but is declared post_final_norm", "let store.json say what they really are")),
     too_dear(Fault("another head", "", head(head_fingerprint="0" * 64), "were made with another lm_head or final norm", "extract again with this target")),
     too_dear(Fault("states that the head does not know", "", store(last(lambda x: x.flip(-1))), "lm_head does not predict the stored answers", "the aux states fit tokens and head")),
     too_dear(Fault("aux states a row early", "", store(aux(lambda a: a.roll(-1, 0))), "aux layer 5 is shifted by one against the last hidden state", "row p of every tensor")),
@@ -265,3 +300,4 @@ FAULTS = [
     Fault("a vocabulary of other samples", "vocab", manifest("vocab", prepare="0" * 64), "was counted from other samples (digest 000000000000", VOCAB),
     Fault("a vocabulary of other data", "vocab", of_other_data, "100.0% when it was made: it was counted on other data", VOCAB),
 ]
+# fmt: on

@@ -1,4 +1,4 @@
-"""Whatever is legal passes: no error in runs of other architectures, settings, templates, and files of other tools."""
+"""What is legal passes: no error for other architectures, settings, templates, and files of other tools."""
 
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,9 @@ MADE: dict[str, dict[str, Any]] = {
 
 
 def errors(result: dict[str, Any]) -> list[str]:
-    return [f"{s['name']}: {f['message']}" for s in result["stages"] for f in s["findings"] if f["level"] == "error"]
+    return [
+        f"{s['name']}: {f['message']}" for s in result["stages"] for f in s["findings"] if f["level"] == "error"
+    ]
 
 
 def passes(subject: Any, **options: Any) -> dict[str, Any]:
@@ -121,7 +123,9 @@ def test_states_behind_the_norm_that_are_declared_so(healthy, tmp_path):
 
     config = copy_of(healthy, tmp_path / "run")
     norm = Subject(config).weights.final_norm()
-    store(lambda f: replace(f, last_hidden_state=norm(f.last_hidden_state)), last_hidden_state="post_final_norm")(config)
+    store(lambda f: replace(f, last_hidden_state=norm(f.last_hidden_state)), last_hidden_state="post_final_norm")(
+        config
+    )
     passes(config, stages=["features", "alignment"])
 
 
