@@ -200,10 +200,7 @@ def _call(command: Any, rest: list[str]) -> tuple[dict[str, Any], int]:
     if not config.target.model:
         raise UsageError("target.model is empty", "name the target: a Hugging Face id or a folder")
     if isinstance(command, Preflight):
-        from eyas.preflight.finding import Subject
-
-        given = Subject(config, features=command.features, draft=command.draft, target=command.target)
-        return _preflight(given, command.stage, command.skip, strict=command.strict, budget=command.budget)
+        return _preflight(config, command.stage, command.skip, command)
     from eyas import pipeline
 
     names = [s.name for s in pipeline.stages_of(config)]
@@ -246,17 +243,20 @@ def resolve(command: _OnConfig, rest: list[str]) -> RunConfig:
     return config.model_copy(update={"run_dir": str(command.run_dir)}) if command.run_dir else config
 
 
-def _preflight(subject: Any, only: list[str], skip: list[str], **options: Any) -> tuple[dict[str, Any], int]:
-    """`subject`: a preflight Subject. The result is kept in the run's folder, where there is a run."""
+def _preflight(
+    config: RunConfig, only: list[str], skip: list[str], named: Preflight | None = None
+) -> tuple[dict[str, Any], int]:
     from eyas.files import write_json
+    from eyas.preflight.finding import Subject
     from eyas.preflight.runner import run_preflight
     from eyas.preflight.table import live, render
 
+    others = {n: getattr(named, n) for n in ("features", "draft", "target")} if named else {}
+    how = {"strict": named.strict, "budget": named.budget} if named else {}
     with live() as watch:
-        result = run_preflight(subject, only or None, skip, watch=watch, **options)
-    if subject.given_config:
-        write_json(Path(subject.config.run_dir) / "preflight" / "result.json", result)
-    if not console.quiet:
+        result = run_preflight(Subject(config, **others), only or None, skip, watch=watch, **how)
+    write_json(Path(config.run_dir) / "preflight" / "result.json", result)
+    if not console.quiet and (not only or named or {s["status"] for s in result["stages"]} != {"passed"}):
         render(result)
     return result, 0 if result["ok"] else 1
 
@@ -266,9 +266,7 @@ def _before(config: RunConfig) -> dict[str, Callable[[], None]]:
     early = {"regenerate": ["config"], "prepare": ["config"], "extract": ["config", "data"], "train": []}
 
     def check(stages: list[str]) -> None:
-        from eyas.preflight.finding import Subject
-
-        result, code = _preflight(Subject(config), stages, [])
+        result, code = _preflight(config, stages, [])
         if code:
             errors = [f["message"] for s in result["stages"] for f in s["findings"] if f["level"] == "error"]
             kind = UsageError if result["stages"][0]["status"] == "failed" and stages else EyasError

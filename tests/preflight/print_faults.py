@@ -24,5 +24,12 @@ def main() -> None:
             )
 
 
+def plain(text: str, work: str) -> str:
+    """Without the temporary folders, and in one cell of a table."""
+    for folder in ("spoilt/", "base/"):
+        text = text.replace(f"{work}/{folder}", "")
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
 if __name__ == "__main__":
     main()
