@@ -38,7 +38,8 @@ def target_can_be_used(s: Subject) -> Iterator[Finding]:
             yield error(text, "use a checkpoint that keeps embedding, final norm and lm_head unquantised")
     if not spec.eos_token_ids:
         text = f"{spec.path} names no eos_token_id: no answer would end"
-        yield error(text, "add eos_token_id to generation_config.json")
+        level = "warning" if s.config.regenerate.mode == "none" else "error"
+        yield Finding(level, text, "add eos_token_id to generation_config.json")
     elif beyond := [i for i in spec.eos_token_ids if i >= spec.vocab_size]:
         text = f"eos_token_id {beyond} is beyond the target's vocabulary of {spec.vocab_size}"
         yield error(text, "config.json or generation_config.json is of another model")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from eyas.draft import Eagle3DraftModel, TrainBatch, load_draft
+from eyas.errors import EyasError
 from eyas.features.contract import Features
 from eyas.preflight.finding import Check, Finding, Subject, error, info, warning
 from eyas.preflight.schedule import training_size
@@ -20,6 +21,7 @@ from eyas.train.loop import forward, move, optimiser_step
 
 BATCH_TOKENS = 512  # enough to reach every tensor, and a few seconds on a CPU
 FEW_TOKENS = 128  # for what does not hang on how many there are
+LEARNT = 32  # tokens of an answer that the batch holds at least
 
 
 def training_works(s: Subject) -> Iterator[Finding]:
@@ -118,8 +120,19 @@ def time_left(s: Subject, seconds: float, tokens: int) -> Finding:
 
 
 def small_batch(s: Subject, most: int) -> tuple[list[Features], TrainBatch]:
-    budget = min(most, s.config.train.batch_tokens)
-    samples = s.store.spread(s.config.preflight.samples)
+    """Samples of `most` tokens together, or one cut there; more where the shortest prompt is longer. Raises
+    EyasError when none of them would be learnt from."""
+
+    def begins(f: Features) -> int:
+        return int(f.loss_mask.int().argmax()) if f.loss_mask.any() else len(f.loss_mask)
+
+    samples, limit = sorted(s.store.spread(s.config.preflight.samples), key=begins), s.config.train.batch_tokens
+    if (first := begins(samples[0])) + 1 >= limit:
+        text = (
+            f"the sampled answers begin at token {first} or later, train.batch_tokens {limit} cuts samples before"
+        )
+        raise EyasError(text, "raise train.batch_tokens: nothing would be learnt from them")
+    budget = min(max(most, first + LEARNT), limit)
     fitting = np.cumsum([len(f.token_ids) for f in samples]) <= budget
     chosen = samples[: max(1, int(fitting.sum()))]
     return chosen, pack(chosen, budget)

@@ -21,9 +21,9 @@ APART = 0.15  # how far coverage of the samples may lie from what was noted for 
 def tables_are_one_mapping(s: Subject) -> Iterator[Finding]:
     folder, size = s.folder("vocab"), s.spec.vocab_size
     path, asked = folder / "vocab.safetensors", s.config.vocab.size
-    run = Path(s.config.run_dir)
     then = (read_manifest(folder) or {}).get("inputs", {}).get("prepare")
-    if then and (now := (read_manifest(run / "prepare") or {}).get("digest")) and then != now:
+    now = (read_manifest(Path(s.config.run_dir) / "prepare") or {}).get("digest")  # may be another tool's work
+    if then and now and then != now:
         yield error(f"{folder} was counted from other samples (digest {then[:12]}, now {now[:12]})", AGAIN)
     if not path.is_file():
         if asked < size:
@@ -40,15 +40,13 @@ def tables_are_one_mapping(s: Subject) -> Iterator[Finding]:
     try:
         check_vocab_mapping(d2t, t2d, size)
     except EyasError as e:
-        yield error(
-            f"{path}: {e.message}",
-            "these are target ids, not offsets: subtract 0, 1, ..." if absolute(d2t, t2d) else e.hint or AGAIN,
-        )
+        hint = "these are target ids, not offsets: subtract 0, 1, ..." if absolute(d2t, t2d) else e.hint
+        yield error(f"{path}: {e.message}", hint or AGAIN)
         return
     if d2t is None:
         yield error(f"{path} holds neither d2t nor t2d", AGAIN)
         return
-    ids, known = np.arange(len(d2t)) + d2t, s.prepared.noted.get("tokenizer_length", size) if made(run) else size
+    ids, known = np.arange(len(d2t)) + d2t, s.prepared.noted.get("tokenizer_length", size) if now else size
     if len(d2t) != (wanted := min(asked, known, size)):
         text = f"{path} maps {len(d2t)} ids, vocab.size {asked} asks for {wanted}"
         yield error(text, f"{AGAIN}: the table on disk is of another config")
@@ -65,10 +63,6 @@ def absolute(d2t: np.ndarray | None, t2d: np.ndarray | None) -> bool:
     return d2t is not None and t2d is not None and np.flatnonzero(t2d).tolist() == d2t.flatten().tolist()
 
 
-def made(run: Path) -> bool:
-    return read_manifest(run / "prepare") is not None
-
-
 def supervised_tokens_are_covered(s: Subject) -> Iterator[Finding]:
     path = s.folder("vocab") / "vocab.safetensors"
     if not path.is_file():
@@ -80,7 +74,8 @@ def supervised_tokens_are_covered(s: Subject) -> Iterator[Finding]:
     missing = [
         s.tokenizer.decode([i]) for i in tokens[~kept[tokens]].bincount().argsort(descending=True)[:8].tolist()
     ]
-    noted = read_result(s).get("coverage")
+    result = s.folder("vocab") / "result.json"
+    noted = json.loads(result.read_text()).get("coverage") if result.is_file() else None
     evidence = {"coverage": share, "noted": noted, "tokens": len(tokens), "most_missed": missing}
     text = f"{share:.1%} of {len(tokens):,} sampled supervised tokens can be proposed"
     error_of_share = 3 * (0.25 / max(len(tokens), 1)) ** 0.5
@@ -95,11 +90,6 @@ def supervised_tokens_are_covered(s: Subject) -> Iterator[Finding]:
         yield warning(text, "no other token can ever be accepted: raise vocab.size", evidence)
     else:
         yield info(text, evidence=evidence)
-
-
-def read_result(s: Subject) -> dict:
-    path = s.folder("vocab") / "result.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 CHECKS = [

@@ -287,6 +287,7 @@ FAULTS = [
     too_dear(Fault("another head", "", head(head_fingerprint="0" * 64), "were made with another lm_head or final norm", "extract again with this target")),
     too_dear(Fault("states that the head does not know", "", store(last(lambda x: x.flip(-1))), "lm_head does not predict the stored answers", "the aux states fit tokens and head")),
     too_dear(Fault("aux states a row early", "", store(aux(lambda a: a.roll(-1, 0))), "aux layer 5 is shifted by one against the last hidden state", "row p of every tensor")),
+    Fault("micro-batches that end before any answer", "dry_run", setting(train={"batch_tokens": 16}), "train.batch_tokens 16 cuts samples before", "nothing would be learnt from them"),
     Fault("no draft vocabulary", "vocab", no_tables, "vocab.safetensors is missing: vocab.size 280 of the target's 320 needs it", VOCAB),
     Fault("a cut table", "vocab", cut("run/vocab/vocab.safetensors", 16), "vocab.safetensors (", VOCAB),
     Fault("ids instead of offsets", "vocab", tables(lambda d, t: {"d2t": d + np.arange(len(d))}), "d2t: draft row", "these are target ids, not offsets"),

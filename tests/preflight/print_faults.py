@@ -15,9 +15,7 @@ def main() -> None:
         for fault in FAULTS:
             stage, finding = fault.found(healthy, Path(work) / "spoilt")
             texts = (finding["message"], finding["hint"])
-            message, hint = (
-                t.replace(f"{work}/spoilt/", "").replace("|", "\\|").replace("\n", " ") for t in texts
-            )
+            message, hint = (plain(t, work) for t in texts)
             print(
                 f"| {fault.name} | {stage} {finding['check']} | {finding['level']}: {message} | {hint} |",
                 flush=True,
