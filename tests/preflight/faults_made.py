@@ -270,7 +270,7 @@ FAULTS = [
     Fault("layers counted as outputs", "features", counted_as_outputs, "every one is one block later: they were counted as outputs of blocks", EXTRACT),
     Fault("aux states a row late", "features", store(aux(lambda a: a.roll(1, 0))), "aux column 0 is boundary 1's, but shifted by one: row p holds token p-1's", EXTRACT),
     Fault("tensor-parallel halves of aux states", "features", store(aux(parts(2, [1, 0]))), "aux column 0 is boundary 1's, but its 2 parts are in the order [1, 0]", EXTRACT),
-    Fault("states of a revision not far off", "features", captured_at(1, 3, 5, by=0.02), "the stored states differ from the target's own by ", "another revision, a quantised engine", "warning"),
+    Fault("states of a revision not far off", "features", captured_at(1, 3, 5, by=0.008), "the stored states differ from the target's own by ", "another revision, a quantised engine", "warning"),
     Fault("states of another revision", "features", captured_at(1, 3, 5, by=0.5), "states of other tokens, another revision or another target", EXTRACT),
     NORMED, EARLY, LATE, HALVES, QUARTERS,
     Fault("a token that changed on the way", "features", store(swapped_id), "token 3 is 7 in the store", "extract again from the ids"),
