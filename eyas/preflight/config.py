@@ -19,10 +19,8 @@ def target_can_be_used(s: Subject) -> Iterator[Finding]:
     heads = f"{spec.num_attention_heads}/{spec.num_key_value_heads} heads of {spec.head_dim}"
     text = f"{spec.model_type} of {spec.num_layers} layers, hidden size {spec.hidden_size}, {heads}, "
     tied = "tied to the embedding" if spec.tie_word_embeddings else "of its own"
-    yield info(
-        f"{text}vocabulary {spec.vocab_size:,}, lm_head {tied}; runs on {device}",
-        evidence={"path": str(spec.path)},
-    )
+    text += f"vocabulary {spec.vocab_size:,}, lm_head {tied}; runs on {device}"
+    yield info(text, evidence={"path": str(spec.path)})
     head, prefix = shards.ending("lm_head.weight"), s.weights.prefix
     if not head and not spec.tie_word_embeddings:
         text = f"{spec.path}: no lm_head.weight in the shards, and tie_word_embeddings is false"
@@ -53,19 +51,15 @@ def aux_layers_are_boundaries(s: Subject) -> Iterator[Finding]:
     count, aux = s.spec.num_layers, s.aux_layers  # the defaults collide, and raise, below 7 layers
     check_aux_layers(aux, count)
     default = [2, count // 2, count - 3]
-    hint = (
-        f"eyas counts as vLLM does, by the block that a state enters: those layers are {[i + 1 for i in aux]} here"
-    )
+    hint = f"eyas counts as vLLM does, by the block a state enters: those layers are {[i + 1 for i in aux]} here"
     if aux == [i - 1 for i in default]:
         yield warning(f"extract.aux_layers {aux} look like SGLang's numbering, the output of block i", hint)
     elif aux == [i + 1 for i in default]:
         text = f"extract.aux_layers {aux} are one block later than every server's default {default}"
         yield warning(text, "speculators 0.3 captured these; leave extract.aux_layers out for the usual ones")
     elif aux[0] == 0 or aux[-1] == count:
-        what = "the embedding, which the draft has anyway" if aux[0] == 0 else "the last state itself"
-        yield warning(
-            f"extract.aux_layers {aux}: boundary {0 if aux[0] == 0 else count} is {what}", f"such as {default}"
-        )
+        what = "0 is the embedding, which the draft has" if aux[0] == 0 else f"{count} is the last state itself"
+        yield warning(f"extract.aux_layers {aux}: boundary {what}", f"such as {default}")
     else:
         yield info(f"aux layers {aux}: the states entering these blocks of {count}")
 
@@ -110,10 +104,11 @@ def lengths_fit(s: Subject) -> Iterator[Finding]:
         yield info(text, "longer samples are cut there when training")
     answer = s.config.regenerate.max_new_tokens
     if s.config.regenerate.mode != "none" and answer >= data.max_length:
-        text = (
-            f"regenerate.max_new_tokens {answer} leaves no room for a prompt in data.max_length {data.max_length}"
+        text = f"regenerate.max_new_tokens {answer} leaves no room for a prompt in data.max_length"
+        yield warning(
+            f"{text} {data.max_length}",
+            "answers would be cut: raise data.max_length, or lower regenerate.max_new_tokens",
         )
-        yield warning(text, "answers would be cut: raise data.max_length, or lower regenerate.max_new_tokens")
     if s.config.evaluate.max_new_tokens >= positions:
         text = f"evaluate.max_new_tokens {s.config.evaluate.max_new_tokens} does not fit the target's {positions}"
         yield warning(f"{text} positions", "lower evaluate.max_new_tokens")

@@ -50,7 +50,8 @@ def masks_cover_the_answers(s: Subject) -> Iterator[Finding]:
     if (share := supervised / tokens) >= 0.95:
         text = f"{share:.1%} of the tokens are supervised: the prompts too, it seems"
         yield warning(text, "look at the sample above; data.supervise says which turns count", {"share": share})
-    yield edges([(x.id, x.token_ids, x.loss_mask) for x in samples], ends)
+    header = next((int(x.prompt_ids[-1]) for x in samples if len(x.prompt_ids)), None)
+    yield edges([(x.id, x.token_ids, x.loss_mask) for x in samples], ends, header)
     longest = s.config.data.max_length
     if (cut := sum(len(x.token_ids) >= longest for x in samples)) > 0.1 * len(samples):
         text = f"{cut} of {len(samples)} samples fill data.max_length {longest}: their answers are cut"

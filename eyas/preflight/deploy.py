@@ -6,6 +6,7 @@ from pathlib import Path
 
 from eyas.export.export import write_layout
 from eyas.export.verify import check
+from eyas.preflight.dry_run import no_room
 from eyas.preflight.finding import Check, Finding, Subject, error, info
 
 AGAIN = "export it again, or write what is said to be wrong"
@@ -15,6 +16,9 @@ def exports_prove_themselves(s: Subject) -> Iterator[Finding]:
     """The export stage on the draft as it is now, in every layout asked for."""
     draft, config = s.trial.cpu().eval(), s.config
     samples = s.store.spread(4)
+    if reason := no_room(sum(t.nbytes for t in draft.state_dict().values())):
+        yield info(f"not tried: {reason}")
+        return
     with tempfile.TemporaryDirectory(prefix="eyas-deploy-") as root:
         for layout in config.export.layouts:
             folder = Path(root) / layout

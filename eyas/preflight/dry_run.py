@@ -1,5 +1,6 @@
 """Dry run: a few real optimiser steps on one small batch; what is saved goes to a temporary folder."""
 
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -86,6 +87,9 @@ def checkpoints_resume(s: Subject) -> Iterator[Finding]:
     chosen, batch = small_batch(s, FEW_TOKENS)
     ids, lr = [[f.id for f in chosen]], s.config.train.lr / 10
     training = start(s, s.trial)
+    if reason := no_room(3 * sum(p.nbytes for p in training.model.parameters())):  # weights and two moments
+        yield info(f"not tried: {reason}")
+        return
     optimiser_step(training, [batch], lr, ids)  # so that there are moments to keep
     with tempfile.TemporaryDirectory(prefix="eyas-dry-run-") as folder, hushed():
         checkpoint.save(Path(folder), training, {})
@@ -106,6 +110,14 @@ def checkpoints_resume(s: Subject) -> Iterator[Finding]:
         same = abs(found - wanted) <= 1e-6 * abs(wanted)
         hint = "" if same else "something that training needs is not saved: report this"
         yield Finding("info" if same else "error", f"{what}: loss {found:.6f}, without a break {wanted:.6f}", hint)
+
+
+def no_room(needed: int) -> str:
+    """Why so many bytes cannot be written to the temporary folder; empty when they can."""
+    place = tempfile.gettempdir()
+    free = shutil.disk_usage(place).free
+    text = f"{place} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} would be written; TMPDIR names another place"
+    return text if needed > 0.8 * free else ""
 
 
 def time_left(s: Subject, seconds: float, tokens: int) -> Finding:

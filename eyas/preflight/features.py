@@ -126,7 +126,13 @@ def ids_and_masks_are_prepares(s: Subject) -> Iterator[Finding]:
 
 def masks_end_with_the_turn(s: Subject) -> Iterator[Finding]:
     samples = [(f.id, f.token_ids.numpy(), f.loss_mask.numpy()) for f in s.samples]
-    yield edges(samples, set(s.spec.eos_token_ids))
+    try:
+        message = [{"role": "user", "content": "a"}]
+        prompt = s.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        header = s.tokenizer(prompt, add_special_tokens=False)["input_ids"][-1]
+    except Exception:  # no template, or one that raises what it likes: then a shift to the left is but a warning
+        header = None
+    yield edges(samples, set(s.spec.eos_token_ids), header)
 
 
 def states_vary_by_token_and_layer(s: Subject) -> Iterator[Finding]:

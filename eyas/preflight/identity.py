@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eyas.config import RunConfig
+from eyas.errors import EyasError
 from eyas.features.contract import POST_NORM, PRE_NORM, Features
 from eyas.features.store import Store
 from eyas.preflight.finding import Check, Finding, Subject, error, info, warning
@@ -29,7 +30,11 @@ def layers_are_the_targets(s: Subject) -> Iterator[Finding]:
         yield info(f"not recomputed, the layers are taken as they are said to be: {reason}")
         return
     chosen = [head_of(f) for f in sorted(s.samples, key=lambda f: int(f.loss_mask.int().argmax()))[:SAMPLES]]
-    found = capture(s, [f.token_ids.tolist() for f in chosen])  # [T, L + 1, H]
+    try:
+        found = capture(s, [f.token_ids.tolist() for f in chosen])  # [T, L + 1, H]
+    except EyasError as e:
+        yield info(f"not recomputed, the layers are taken as they are said to be: {e.message}", e.hint)
+        return
     aux = torch.cat([f.aux_hidden_states for f in chosen]).float()  # [T, A, H]
     placed = [place(states, found) for states in aux.unbind(1)]
     normed = torch.cat([found, s.weights.final_norm().float()(found[:, -1:])], 1)
@@ -38,10 +43,10 @@ def layers_are_the_targets(s: Subject) -> Iterator[Finding]:
     count, boundaries = s.spec.num_layers, [b for b, _, _ in placed]
     evidence = {"boundaries": boundaries, "differences": [round(e, 4) for _, e, _ in placed], "tokens": len(aux)}
     evidence |= {"last": None if at is None else at[0], "last_difference": None if at is None else round(at[1], 4)}
-    strange = [(f"aux column {c}", *p) for c, p in enumerate(placed)] + (
-        [("the last hidden state", *at)] if at else []
+    all_placed = {f"aux column {c}": p for c, p in enumerate(placed)} | (
+        {"the last hidden state": at} if at else {}
     )
-    strange = [x for x in strange if x[2] > NEAR or x[3]]
+    strange = [(name, *p) for name, p in all_placed.items() if p[1] > NEAR or p[2]]
     s.recomputed = not strange
     for name, boundary, apart, how in strange:
         if how:
@@ -51,7 +56,7 @@ def layers_are_the_targets(s: Subject) -> Iterator[Finding]:
             yield error(f"{text}: states of other tokens, another revision or another target", HINT, evidence)
     if strange:
         return
-    if (most := max(e for _, e, _ in [*placed, *([at] if at else [])])) > ROUNDING:
+    if (most := max(e for _, e, _ in all_placed.values())) > ROUNDING:
         text = f"the stored states differ from the target's own by {most:.0%}, more than rounding does"
         hint = "another revision, a quantised engine, or another attention implementation made them"
         yield warning(text, hint, evidence)
@@ -97,9 +102,8 @@ def too_large(s: Subject) -> str:
     size = sum(f.stat().st_size for f in s.weights.shards.files)
     device = (s.given_config or RunConfig()).torch_device()
     most = min(LARGEST, available_memory(device) // 3)
-    return f"the target has {size / 1e9:,.1f} GB of weights, at most {most / 1e9:.1f} are loaded for this" * (
-        size > most
-    )
+    text = f"the target has {size / 1e9:,.1f} GB of weights, at most {most / 1e9:.1f} are loaded for this"
+    return text if size > most else ""
 
 
 @torch.no_grad()
@@ -108,8 +112,11 @@ def capture(s: Subject, batch: list[list[int]]) -> Tensor:
     config = s.given_config or RunConfig()
     how = config.target
     target = Target.load(s.spec, how.dtype, config.torch_device(), how.attention, how.trust_remote_code)
-    states = target.capture(batch, list(range(s.spec.num_layers + 1)))
-    return torch.cat([c.aux for c in states]).float()
+    states = torch.cat([c.aux for c in target.capture(batch, list(range(s.spec.num_layers + 1)))])
+    del target
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # or its memory would count as taken in the checks to come
+    return states.float()
 
 
 def place(stored: Tensor, found: Tensor) -> tuple[int, float, str]:
@@ -119,15 +126,13 @@ def place(stored: Tensor, found: Tensor) -> tuple[int, float, str]:
         return best, apart, ""
     for by, whose in ((1, "p-1"), (-1, "p+1")):
         a, b = (stored[1:], found[:-1]) if by == 1 else (stored[:-1], found[1:])
-        where, error = nearest(a, b)
-        if error < NEAR:
-            return where, error, f"shifted by one: row p holds token {whose}'s state"
+        where, off = nearest(a, b)
+        if off < NEAR:
+            return where, off, f"shifted by one: row p holds token {whose}'s state"
     for parts in (2, 4, 8):
         if stored.shape[1] % parts == 0 and (order := chunk_order(stored, found, parts)):
-            return (
-                *order[:2],
-                f"its {parts} parts are in the order {order[2]}, as tensor-parallel ranks mix them",
-            )
+            where, off, mixed = order
+            return where, off, f"its {parts} parts are in the order {mixed}, as tensor-parallel ranks mix them"
     return best, apart, ""
 
 
@@ -143,9 +148,8 @@ def chunk_order(stored: Tensor, found: Tensor, parts: int) -> tuple[int, float, 
     """(boundary, difference, where each stored part belongs) when permuting equal parts of the channels helps."""
     a, b = stored.unflatten(1, (parts, -1)), found.unflatten(2, (parts, -1))  # [T, p, h], [T, B, p, h]
     for boundary in range(found.shape[1]):
-        apart = (a[:, :, None] - b[:, boundary, None]).norm(dim=-1) / b[:, boundary, None].norm(dim=-1).clamp(
-            min=1e-6
-        )
+        whole = b[:, boundary, None]  # [T, 1, p, h]
+        apart = (a[:, :, None] - whole).norm(dim=-1) / whole.norm(dim=-1).clamp(min=1e-6)  # [T, p, p]
         least, order = apart.median(0).values.min(1)  # [p]
         if float(least.max()) < NEAR and len({*order.tolist()}) == parts:
             return boundary, float(least.max()), order.tolist()

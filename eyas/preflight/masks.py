@@ -17,11 +17,12 @@ def spans(mask: Any) -> list[tuple[int, int]]:
     return list(zip(np.flatnonzero(change == 1).tolist(), np.flatnonzero(change == -1).tolist(), strict=True))
 
 
-def edges(samples: list[tuple[str, Any, Any]], ends: set[int]) -> Finding:
-    """Do masks end with the end-of-turn token? `samples`: (id, ids, mask); `ends`: ids that end a turn.
+def edges(samples: list[tuple[str, Any, Any]], ends: set[int], header: int | None = None) -> Finding:
+    """Do masks end with the end-of-turn token? `samples`: (id, ids, mask); `ends`: ids that end a turn; `header`:
+    the id that a generation prompt ends with.
 
-    Where they end one earlier and also begin with what is the same token for all, part of the header, they are
-    shifted; an answer cut at the sample's end says nothing.
+    Masks that end one token earlier and also begin one earlier, with the header's last token, are shifted. An
+    answer that is cut at the sample's end says nothing.
     """
     before = within = after = 0
     first: list[int] = []
@@ -40,7 +41,6 @@ def edges(samples: list[tuple[str, Any, Any]], ends: set[int]) -> Finding:
         return info(
             f"{len(first)} answers; too few have an end-of-turn token to tell where masks end", evidence=evidence
         )
-    header = len({*first}) == 1 and len(first) >= ENOUGH
     hint = "move mask and ids together; supervise the answer and its end-of-turn token, nothing before"
     if before > MOST * ended:
         id, begin, end = example["before"]
@@ -49,8 +49,8 @@ def edges(samples: list[tuple[str, Any, Any]], ends: set[int]) -> Finding:
     if after > MOST * ended:
         id, begin, end = example["after"]
         text = f"in sample {id} tokens {begin} to {end - 1} are supervised, the end-of-turn token {end} is not"
-        if header:
-            token = f"all answers begin with token id {first[0]}, which belongs to the header"
+        if first.count(header if header is not None else -1) > MOST * len(first):
+            token = f"the answers begin with token id {header}, which ends the header"
             return error(f"loss masks are shifted left by one: {text}, and {token}", hint, evidence)
         return warning(
             f"end-of-turn tokens are not supervised: {text}", "the draft would never propose an end", evidence

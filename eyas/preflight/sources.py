@@ -15,7 +15,7 @@ from eyas.preflight.finding import Check, Finding, NotMade, Subject, error, info
 
 FILES, ROWS, OF_FIRST = 8, 12, 240  # files looked at; rows of each, spread over so many of its first
 WHOLE = 1 << 28  # bytes: a .json file can only be read as a whole
-MANY_BAD = 0.2
+MANY_BAD = 0.5  # share of rows that are lost: the data and the template do not go together
 SHOWN = 200  # tokens of a sample kept as evidence
 
 
@@ -60,9 +60,7 @@ def rows_can_be_rendered(s: Subject) -> Iterator[Finding]:
     firsts = {reason: where for where, reason in reversed(bad.items())}
     told = [f"{firsts[reason]}: {reason}{f' ({n} rows)' * (n > 1)}" for reason, n in kinds.most_common(3)]
     text = f"{len(bad)} of {len(rows)} sampled rows cannot become samples: {'; '.join(told)}"
-    hint = (
-        "mend the rows, or let them be set aside; a template that edits what it is given needs data that it keeps"
-    )
+    hint = "mend the rows, or let them be set aside; a template that edits text needs data that it keeps"
     if len(bad) > MANY_BAD * len(rows):
         yield error(text, hint, {"rows": bad})
     elif bad:
@@ -80,10 +78,8 @@ def lengths_and_ids(s: Subject, rendered: list[tuple[Row, Rendered]]) -> Iterato
         return
     row, most = max(rendered, key=lambda pair: max(pair[1].token_ids, default=0))
     if (highest := max(most.token_ids, default=0)) >= vocab:
-        text = (
-            f"{Path(row.file).name} row {row.number} holds token id {highest}, the target knows ids below {vocab}"
-        )
-        yield error(text, "tokenizer and model do not belong together")
+        text = f"{Path(row.file).name} row {row.number} holds token id {highest}"
+        yield error(f"{text}, the target knows ids below {vocab}", "tokenizer and model do not belong together")
     row, most = max(rendered, key=lambda pair: len(pair[1].token_ids))
     if min(len(most.token_ids), longest) > positions:
         text = f"{Path(row.file).name} row {row.number} has {len(most.token_ids)} tokens, the target {positions}"

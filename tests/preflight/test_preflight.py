@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from eyas.preflight import model
 from eyas.preflight.finding import Subject
 from eyas.preflight.masks import edges
 from eyas.preflight.runner import run_preflight
+from eyas.train import checkpoint
 from eyas.train.batches import pack
 from tests.preflight.faults import head, setting, store
 from tests.preflight.healthy import copy_of
@@ -105,8 +107,42 @@ def test_guesses_are_kept_as_evidence(healthy, tmp_path):
 def test_mask_edges_tell_a_shift_from_ids_alone(by, level, said):
     ids = torch.tensor([5, 6, 1, 7, 8, 9, 2, 3, 5, 6, 1, 8, 9, 2, 3])  # 1 ends the header, 2 the turn
     mask = torch.tensor([0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0]).roll(by)
-    found = edges([("a", ids.numpy(), mask.numpy()), ("b", ids.numpy(), mask.numpy())], {2})
+    found = edges([("a", ids.numpy(), mask.numpy()), ("b", ids.numpy(), mask.numpy())], {2}, header=1)
     assert (found.level, said in found.message) == (level, True)
+
+
+def test_what_a_checkpoint_forgets_is_noticed(healthy, monkeypatch):
+    whole = checkpoint.resume
+
+    def forgets(root, training):
+        whole(root, training)
+        for p in training.trained().values():
+            training.optimizer.state[p]["exp_avg"].zero_()
+
+    monkeypatch.setattr(checkpoint, "resume", forgets)
+    (text,) = errors(run_preflight(healthy))
+    assert text.startswith("resumed, a step later: loss") and "without a break" in text
+
+
+def test_a_batch_without_supervised_tokens_that_does_harm_is_noticed(healthy):
+    subject = Subject(healthy)
+    forward = subject.trial.forward
+
+    def harmful(**inputs):
+        output = forward(**inputs)
+        extra = subject.trial.fc.weight.sum() * (not inputs["batch"].supervised.any())
+        return output._replace(loss=output.loss + extra)
+
+    subject.trial.forward = harmful
+    (text,) = errors(run_preflight(subject))
+    assert text.startswith("a batch without a supervised token gives loss") and "fc.weight" in text
+
+
+def test_what_does_not_fit_the_temporary_folder_is_not_tried(healthy, monkeypatch):
+    monkeypatch.setattr("eyas.preflight.dry_run.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    result = run_preflight(healthy)
+    assert errors(result) == []
+    assert "not tried: " in messages(result, "dry_run") and "not tried: " in messages(result, "deploy")
 
 
 def test_more_memory_than_there_is_names_the_sum_its_parts_and_what_fits(healthy, monkeypatch):
