@@ -49,10 +49,11 @@ def layers_are_the_targets(s: Subject) -> Iterator[Finding]:
     strange = [(name, *p) for name, p in all_placed.items() if p[1] > NEAR or p[2]]
     s.recomputed = not strange
     for name, boundary, apart, how in strange:
+        what = f"boundary {boundary}" if boundary <= count else "the final norm"
         if how:
-            yield error(f"{name} is boundary {boundary}'s, but {how}", HINT, evidence)
+            yield error(f"{name} is {what}'s, but {how}", HINT, evidence)
         else:
-            text = f"{name}: closest is boundary {boundary}, which differs by {apart:.0%}"
+            text = f"{name}: closest is {what}, which differs by {apart:.0%}"
             yield error(f"{text}: states of other tokens, another revision or another target", HINT, evidence)
     if strange:
         return
