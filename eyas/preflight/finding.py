@@ -94,7 +94,8 @@ class Subject:
     def spec(self) -> TargetSpec:
         if not self.target_name:
             raise NotMade("no target is named to compare with", "name it with --target")
-        return TargetSpec.load(self.target_name, self.given_config.target.revision if self.given_config else None)
+        own = self.given_config.target.revision if self.given_config and not self.target else None
+        return TargetSpec.load(self.target_name, own)
 
     @cached_property
     def weights(self) -> TargetWeights:
