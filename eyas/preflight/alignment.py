@@ -102,6 +102,13 @@ def last_state_predicts_the_next_token(s: Subject) -> Iterator[Finding]:
     elif poor:
         text = f"the target's lm_head does not predict the stored answers ({measured}; {told(guesses)})"
         yield error(text, likely_cause(s, evidence), evidence)
+    elif guesses.get(AUX, 0.0) > right + WIDE:
+        text = "the highest aux layer predicts the stored answers better than the last hidden state"
+        yield error(
+            f"{text} ({told(guesses)})",
+            "the last state must be that of the last layer: are they swapped?",
+            evidence,
+        )
     elif greedy and right < 0.9:
         hint = "a target's own greedy answers should agree almost everywhere"
         yield warning(f"the target partly disagrees with its own answers ({measured})", hint, evidence)

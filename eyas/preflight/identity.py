@@ -67,7 +67,10 @@ def layers_are_the_targets(s: Subject) -> Iterator[Finding]:
         outputs = [b - 1 for b in boundaries]
         text = f"recomputed: the aux states are of boundaries {boundaries} (outputs of blocks {outputs})"
         yield info(f"{text}, the last one is {here}", "", evidence)
-        if boundaries != sorted(boundaries):
+        if here and here.startswith("boundary"):
+            text = f"the last hidden state is {here}'s, the target's own last one is boundary {count}'s"
+            yield error(text, f"capture boundary {count} too, and store it last", evidence)
+        elif boundaries != sorted(boundaries):
             text = f"the aux layers are stored in the order {boundaries}, servers give them ascending"
             yield error(text, "put them in order before training")
         return

@@ -124,6 +124,8 @@ FAULTS = [
     Fault("v1: the list stacked", "features", files(V1, put(hidden_states=lambda d: torch.stack(d["hidden_states"]))), "hidden_states is one tensor [4, ", "save the list itself"),
     Fault("v1: a batch axis", "features", files(V1, changed("hidden_states", lambda x: [y[None] for y in x])), "expected [T, H] for each", "remove a batch axis"),
     Fault("v1: a layer of another sample", "features", files(V1, changed("hidden_states", lambda x: [x[0][:-3], *x[1:]])), "hidden_states[0] is [", "take all layers from one forward pass"),
+    Fault("v1: the last state among the aux layers", "features", files(V1, changed("hidden_states", lambda x: [x[0], x[1], x[3], x[2]])), "the last hidden state is boundary 5's, the target's own last one is boundary 6's", "capture boundary 6 too"),
+    Fault("v1: the same, and a large target", "alignment", files(V1, changed("hidden_states", lambda x: [x[0], x[1], x[3], x[2]])), "the highest aux layer predicts the stored answers better", "are they swapped?", skip=["recomputed"]),
     Fault("v1: more ids than states", "features", files(V1, changed("input_ids", lambda x: torch.cat([x, x[:1]]))), "data_0.pt has ", AGAIN),
     Fault("v1: a mask of zeros", "features", files(V1, changed("loss_mask", torch.zeros_like)), "data_0.pt: loss_mask is all zero", "see how it was made"),
     Fault("v1: a cut file", "features", files(V1, after=cut("data_0.pt")), "data_0.pt cannot be read: ", AGAIN),
