@@ -93,6 +93,7 @@ def passes(subject: Any, **options: Any) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_architectures(family, tmp_path):
     passes(make_healthy(tmp_path, family, **OWN.get(family, {}).get("sections", {})))
@@ -103,6 +104,7 @@ def test_settings(change, healthy, tmp_path):
     passes(setting(**change)(copy_of(healthy, tmp_path / "run")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MADE.values(), ids=MADE)
 def test_targets_and_data(options, tmp_path):
     passes(make_healthy(tmp_path, shape=options.get("shape"), **options.get("sections", {})))
