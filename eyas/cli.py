@@ -180,7 +180,7 @@ def run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         say("stopped; run the same command again to go on")
         return 1
-    if as_json:
+    if as_json and os.environ.get("RANK", "0") == "0":
         print(json.dumps(result, allow_nan=False))
     return code
 
@@ -211,7 +211,9 @@ def _call(command: Any, rest: list[str]) -> tuple[dict[str, Any], int]:
     for name in (only, start):
         if name and name not in names:
             raise UsageError(f"unknown stage {name!r} for this config", f"one of: {', '.join(names)}")
-    checks = _before(config) if getattr(command, "preflight", False) else None
+    checks = _before(config) if getattr(command, "preflight", False) else {}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _in_ranks(command, config, checks)
     result = pipeline.run(config, start=start, only=only, before=checks)
     if only:
         result = {"run_dir": result["run_dir"], **result["stages"][only]}
@@ -219,6 +221,35 @@ def _call(command: Any, rest: list[str]) -> tuple[dict[str, Any], int]:
         _summary(result)
     failed = any(r.get("ok") is False for r in (result, *result.get("stages", {}).values()))
     return result, 1 if failed else 0
+
+
+def _in_ranks(command: Any, config: RunConfig, checks: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """`eyas train` under torchrun: rank 0 keeps the run's books, the others train when it does."""
+    from eyas import pipeline
+    from eyas.train import distributed, stage
+
+    if not isinstance(command, Train):
+        raise UsageError("torchrun is for `eyas train` alone", "make the other stages in one process first")
+    distributed.start()
+    if distributed.rank():
+        console.quiet = True
+        if distributed.tell():
+            stage.run(pipeline.Context(config, Path(config.run_dir), Path(config.run_dir) / "train.partial"))
+        return {}, 0
+    told: list[bool] = []
+
+    def begin() -> None:
+        if "train" in checks:
+            with distributed.alone():  # the dry run takes optimiser steps, which the other ranks do not
+                checks["train"]()
+        told.append(distributed.tell(True))
+
+    try:
+        result = pipeline.run(config, only="train", before={"train": begin})
+    finally:
+        if not told:
+            distributed.tell(False)
+    return {"run_dir": result["run_dir"], **result["stages"]["train"]}, 0
 
 
 def resolve(command: _OnConfig, rest: list[str]) -> RunConfig:

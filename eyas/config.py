@@ -125,7 +125,7 @@ class TrainConfig(Section):
     batch_tokens: int = Field(default=8192, ge=2)
     """Tokens packed into one micro-batch."""
     accumulation: int = Field(default=1, ge=1)
-    """Micro-batches in one optimiser step."""
+    """Micro-batches in one optimiser step, those of all processes together."""
     lr: float = Field(default=1e-4, gt=0.0)
     """Peak learning rate."""
     warmup: float = Field(default=0.02, ge=0.0, le=1.0)

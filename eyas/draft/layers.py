@@ -1,11 +1,11 @@
 """The parts of the draft's one decoder layer, with the tensor names that servers expect."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.draft.config import Eagle3DraftConfig
 from eyas.errors import EyasError
+from eyas.kernels.swiglu import swiglu
 
 
 class Attention(nn.Module):
@@ -34,7 +34,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, h, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -67,12 +67,12 @@ class DraftCache:
         """Forget the rows from `length` on (no effect on a shorter cache)."""
         self.length = min(self.length, length)
 
-    def turn(self, rows: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [rows, d / 2] of the next rows. Raises EyasError when there is no room for them."""
+    def turn(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """cos, sin and the positions [rows] of the next rows. Raises EyasError when there is no room for them."""
         end, capacity = self.length + rows, self.keys.shape[1]
         if end > capacity:
             raise EyasError(f"draft cache is full: {end} rows, capacity {capacity}")
-        return self.cos[self.length : end], self.sin[self.length : end]
+        return self.cos, self.sin, torch.arange(self.length, end, device=self.cos.device)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add rows [T, nkv, d]; return all keys and values [nkv, length, d]."""
@@ -86,6 +86,7 @@ class Rope:
     """Rotation tables; not a module, so that casting the model to bf16 cannot touch the frequencies."""
 
     def __init__(self, config: Eagle3DraftConfig):
+        self.made: tuple[Tensor, Tensor] | None = None  # the last table, kept for the next pass
         rope, d = config.rope_parameters, config.head_dim
         if rope["rope_type"] == "default":
             steps = torch.arange(0, d, 2, device="cpu").float() / d
@@ -100,29 +101,14 @@ class Rope:
             self.frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, torch.device("cpu"))
 
     def table(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, d / 2] of positions 0, 1, ..., in the dtype and on the device of `like`."""
-        angles = torch.arange(positions, dtype=torch.float64)[:, None] * self.frequencies.double()
-        return (angles.cos() * self.scale).to(like), (angles.sin() * self.scale).to(like)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE in the half-split layout: x [A, n, d], cos and sin [A, d / 2]."""
-    return _Rotate.apply(x, cos[:, None], sin[:, None])
-
-
-class _Rotate(torch.autograd.Function):
-    """Written out because autograd's own backward takes three times as many passes."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        (a, b), out = x.chunk(2, -1), torch.empty_like(x)
-        u, v = out.chunk(2, -1)
-        torch.mul(a, cos, out=u).addcmul_(b, sin, value=-1)
-        torch.mul(b, cos, out=v).addcmul_(a, sin)
-        return out
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        cos, sin = ctx.saved_tensors
-        return _Rotate.apply(grad_outputs[0], cos, -sin), None, None
+        """cos and sin [P, d / 2] of positions 0 ... P - 1, P >= `positions`, in dtype and on device of `like`."""
+        made = self.made
+        if (
+            made is None
+            or len(made[0]) < positions
+            or (made[0].dtype, made[0].device) != (like.dtype, like.device)
+        ):
+            size = 1 << (positions - 1).bit_length()
+            angles = torch.arange(size, dtype=torch.float64)[:, None] * self.frequencies.double()
+            made = self.made = ((angles.cos() * self.scale).to(like), (angles.sin() * self.scale).to(like))
+        return made

@@ -7,10 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.draft.config import DraftShapeError, Eagle3DraftConfig
-from eyas.draft.layers import DecoderLayer, DraftCache, Rope, rotate
+from eyas.draft.layers import DecoderLayer, DraftCache, Rope
 from eyas.draft.rows import RowPlan, TrainBatch, row_plan
 from eyas.errors import EyasError
 from eyas.kernels.linear_kl import linear_kl
+from eyas.kernels.rope import rotate
+from eyas.kernels.send import send
+from eyas.kernels.take_rows import take_rows
 from eyas.kernels.ttt_attention import ttt_attention
 from eyas.target.weights import TargetWeights
 from eyas.vocab import check_vocab_mapping
@@ -112,26 +115,23 @@ class Eagle3DraftModel(nn.Module):
         step has: the losses of its micro-batches add up to its exact mean. Default: this batch alone. A step k
         without any counted row adds nothing and keeps its weight below the line.
         """
-        plan = row_plan(batch, ttt_steps)
-        states = torch.cat(self.unroll(batch, plan)).index_select(0, plan.loss_rows)  # [R, H]
+        plan = (batch.plan or row_plan(batch, ttt_steps)).to(self.fc.weight.device)
+        states = take_rows(torch.cat(self.unroll(batch, plan)), plan.loss_rows, ascending=False)  # [R, H]
         weights = decay ** torch.arange(ttt_steps, dtype=torch.float64)
-        counted = (plan.counts if totals is None else totals.cpu()).clamp(min=1)
-        step_scale = (weights / weights.sum() / counted).to(states.device)  # [K]
+        counted = send(plan.counts if totals is None else totals, states.device).clamp(min=1)
+        step_scale = send(weights / weights.sum(), states.device) / counted  # [K]
         n = len(batch.input_ids)
         step = plan.loss_cells // n  # [R]
         scale = step_scale[step].to(torch.promote_types(states.dtype, torch.float32))
         targets, head = self.target_norm(batch.targets.to(states.dtype)), self.target_lm_head.to(states.dtype)
         loss, rows = linear_kl(states, self.lm_head.weight, targets, head, plan.loss_targets, scale)
 
-        def by_step(x: Tensor) -> Tensor:
-            return x.new_zeros(ttt_steps).index_add_(0, step, x)
+        def by_cell(x: Tensor, other: float = 0) -> Tensor:  # [K, N]; its sums add up in a fixed order
+            return x.new_full((ttt_steps * n,), other).index_copy_(0, plan.loss_cells, x).view(ttt_steps, n)
 
-        tokens = step.new_full((ttt_steps * n,), -1)
-        tokens[plan.loss_cells] = self.to_target_ids(rows.token)
-        hit = torch.zeros_like(tokens, dtype=torch.bool)
-        hit[plan.loss_cells] = rows.hit
-        sums = by_step(rows.kl), plan.counts.to(step.device), by_step(rows.hit.long()), by_step(rows.overlap)
-        return TTTOutput(loss, *sums, tokens.view(ttt_steps, n), hit.view(ttt_steps, n))
+        hit, counts = by_cell(rows.hit), send(plan.counts, step.device)
+        sums = by_cell(rows.kl).sum(1), counts, hit.sum(1), by_cell(rows.overlap).sum(1)
+        return TTTOutput(loss, *sums, by_cell(self.to_target_ids(rows.token), -1), hit)
 
     def unroll(self, batch: TrainBatch, plan: RowPlan) -> list[Tensor]:
         """The states before lm_head of every step's rows: K tensors [A_k, H]."""
@@ -141,32 +141,32 @@ class Eagle3DraftModel(nn.Module):
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         (q_e, q_g), (k_e, k_g), (v_e, v_g) = (p.weight.chunk(2, 1) for p in projections)  # each [n * d, H]
         # Row t at step k and row t + k at step 0 see the same token: its embedding half is projected once.
-        embedded = layer.input_layernorm(self.embed(batch.input_ids))  # [N, H]
-        query_part = embedded.index_select(0, plan.query_tokens) @ q_e.T  # [U, nh * d]
-        key_part, value_part = embedded @ k_e.T, embedded @ v_e.T  # [N, nkv * d]
+        n = len(batch.input_ids)
+        ids = F.pad(batch.input_ids, (0, len(plan.steps)))  # rows that look beyond the end are not counted
+        embedded = layer.input_layernorm(self.embed(ids))  # [N + K, H]
+        query_part = take_rows(embedded, plan.query_tokens) @ q_e.T  # [U, nh * d]
+        key_part, value_part = embedded @ k_e.T, embedded @ v_e.T  # [N + K, nkv * d]
 
         cos, sin = self.rope.table(plan.last_position + 1, embedded)
         hidden = self.fuse(batch.aux)  # [N, H]
         normed = layer.hidden_norm(hidden)
-        turn = cos[plan.positions], sin[plan.positions]
-        keys = rotate(heads(torch.addmm(key_part, normed, k_g.T)), *turn)  # [N, nkv, d]
-        values = heads(torch.addmm(value_part, normed, v_g.T))
+        keys = rotate(heads(torch.addmm(key_part[:n], normed, k_g.T)), cos, sin, plan.positions)  # [N, nkv, d]
+        values = heads(torch.addmm(value_part[:n], normed, v_g.T))
         own_keys = own_values = keys.new_empty(len(keys), keys.shape[1], 0, keys.shape[2])  # [A, nkv, k, d]
         states = []
         for k, step in enumerate(plan.steps):
-            hidden = hidden.index_select(0, step.kept)  # [A_k, H]
-            normed = layer.hidden_norm(hidden) if k else normed.index_select(0, step.kept)
-            turn = cos[step.positions], sin[step.positions]
-            own_keys, own_values = (x.index_select(0, step.kept) for x in (own_keys, own_values))
+            hidden = take_rows(hidden, step.kept)  # [A_k, H]
+            normed = layer.hidden_norm(hidden) if k else take_rows(normed, step.kept)
+            own_keys, own_values = (take_rows(x, step.kept) for x in (own_keys, own_values))
             if k:
-                part = key_part.index_select(0, step.tokens)
-                key = rotate(heads(torch.addmm(part, normed, k_g.T)), *turn)
-                value = heads(torch.addmm(value_part.index_select(0, step.tokens), normed, v_g.T))
+                key = heads(torch.addmm(take_rows(key_part, step.tokens), normed, k_g.T))
+                value = heads(torch.addmm(take_rows(value_part, step.tokens), normed, v_g.T))
+                key = rotate(key, cos, sin, step.positions)
                 own_keys = torch.cat([own_keys, key[:, :, None]], 2)
                 own_values = torch.cat([own_values, value[:, :, None]], 2)
-            part = query_part.index_select(0, step.queries)
-            query = rotate(heads(torch.addmm(part, normed, q_g.T)), *turn)  # [A_k, nh, d]
-            attended = ttt_attention(query, keys, values, own_keys, own_values, step.rows, step.blocks)
+            query = heads(torch.addmm(take_rows(query_part, step.queries), normed, q_g.T))
+            query = rotate(query, cos, sin, step.positions)  # [A_k, nh, d]
+            attended = ttt_attention(query, keys, values, own_keys, own_values, step.seen)
             out = layer.finish(hidden, normed, attended)
             states.append(self.norm(out))
             hidden = states[-1] if self.config.norm_output else out
@@ -244,11 +244,12 @@ class Eagle3DraftModel(nn.Module):
         attention, heads = layer.self_attn, layer.self_attn.heads
         normed = layer.hidden_norm(hidden)
         both = torch.cat([layer.input_layernorm(self.embed(input_ids)), normed], -1)  # [T, 2H]
-        cos, sin = cache.turn(len(both))
-        keys, values = cache.append(rotate(heads(attention.k_proj(both)), cos, sin), heads(attention.v_proj(both)))
+        cos, sin, positions = cache.turn(len(both))
+        key = rotate(heads(attention.k_proj(both)), cos, sin, positions)
+        keys, values = cache.append(key, heads(attention.v_proj(both)))
         # Only the last row is read, and the others are seen through their keys and values alone.
         last = slice(len(both) - 1, None)
-        query = rotate(heads(attention.q_proj(both[last])), cos[last], sin[last])
+        query = rotate(heads(attention.q_proj(both[last])), cos, sin, positions[last])
         query = query.transpose(0, 1)[None]  # [1, nh, 1, d]
         attended = F.scaled_dot_product_attention(query, keys[None], values[None], enable_gqa=True)
         out = layer.finish(hidden[last], normed[last], attended[0].transpose(0, 1))

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eyas.kernels.send import send
+
 
 class RowStats(NamedTuple):
     """What each draft row [R] showed on the way, without gradient."""
@@ -39,41 +41,76 @@ class _LinearKL(torch.autograd.Function):
     def forward(ctx, x, weight, target_x, target_weight, target_rows, scale):
         rows, vocab = x.shape[0], weight.shape[0]
         wide = torch.promote_types(x.dtype, torch.float32)
-        # Chunks stay in a CPU's last-level cache; a GPU wants large products.
-        chunk = max(1, min(rows, (1 << 26 if x.is_cuda else 1 << 21) // vocab))
-        logits, q, p_rows, p = (x.new_empty(chunk, vocab, dtype=wide) for _ in range(4))
+        if x.is_cuda:
+            from eyas.kernels.linear_kl_gpu import GPUChunks
+
+            compare = GPUChunks(x, vocab)
+        else:
+            compare = _Chunks(x, vocab)
+        rows_there = send(target_rows, x.device)
         kl, overlap = (x.new_empty(rows, dtype=wide) for _ in range(2))
         token, hit = x.new_empty(rows, dtype=torch.int64), x.new_empty(rows, dtype=torch.bool)
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        for start in range(0, rows, chunk):
-            part = slice(start, min(start + chunk, rows))
-            n, first, last = part.stop - start, int(target_rows[start]), int(target_rows[part.stop - 1])
-            local = (target_rows[part] - first).to(x.device, non_blocking=True)
-            z, pt, g = logits[: last + 1 - first], p[: last + 1 - first], q[:n]
-            lse, best = _softmax(target_x[first : last + 1], target_weight, z, pt)
-            entropy = lse - z.mul_(pt).sum(-1)  # of each target row
-            torch.index_select(pt, 0, local, out=p_rows[:n])  # [n, Vd]
-            z = logits[:n]
-            lse, token[part] = _softmax(x[part], weight, z, g)
-            hit[part] = token[part] == best[local]
-            g -= p_rows[:n]  # gradient of each row's KL to its logits
-            kl[part] = lse - p_rows[:n].mul_(z).sum(-1) - entropy[local]
-            overlap[part] = 1 - torch.abs(g, out=z).sum(-1) / 2
+        for start in range(0, rows, compare.size):
+            part = slice(start, min(start + compare.size, rows))
+            first, last = int(target_rows[start]), int(target_rows[part.stop - 1])
+            targets = target_x[first : last + 1], target_weight, rows_there[part] - first
+            stats = RowStats(kl[part], overlap[part], token[part], hit[part])
+            grad = compare(x[part], weight, *targets, scale[part], stats)  # [n, Vd], of the logits
             if grad_x is not None:
-                torch.mm(g.to(x.dtype), weight, out=grad_x[part])
+                torch.mm(grad, weight, out=grad_x[part])
             if grad_weight is not None:
-                grad_weight.addmm_((g * scale[part, None]).T, x[part].to(wide))
-        if grad_x is not None:
-            grad_x *= scale[:, None]
+                _add_product(grad_weight, grad.T, x[part])
         ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(kl, overlap, token, hit)
         return (kl * scale).sum(), kl, overlap, token, hit
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        grads = (None if g is None else g * grad_outputs[0] for g in ctx.saved_tensors)
+        grads = (None if g is None else g * grad_outputs[0].to(g.dtype) for g in ctx.saved_tensors)
         return *grads, None, None, None, None
+
+
+class _Chunks:
+    """One chunk of rows at a time, small enough for a CPU's last-level cache; its buffers are used again."""
+
+    def __init__(self, x: Tensor, vocab: int):
+        self.size = max(1, min(len(x), (1 << 21) // vocab))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self.buffers = [x.new_empty(self.size, vocab, dtype=wide) for _ in range(4)]
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        target_x: Tensor,
+        target_weight: Tensor,
+        local: Tensor,
+        scale: Tensor,
+        stats: RowStats,
+    ) -> Tensor:
+        """Fill `stats`; return scale * dKL/dlogits [n, Vd] in x's dtype. local [n]: each row's row of target_x."""
+        z, p, g, p_rows = (b[: len(t)] for b, t in zip(self.buffers, (target_x, target_x, x, x), strict=True))
+        lse, best = _softmax(target_x, target_weight, z, p)
+        entropy = lse - z.mul_(p).sum(-1)  # of each target row
+        torch.index_select(p, 0, local, out=p_rows)  # [n, Vd]
+        z = self.buffers[0][: len(x)]
+        lse, token = _softmax(x, weight, z, g)
+        stats.token.copy_(token)
+        stats.hit.copy_(token == best[local])
+        g -= p_rows
+        stats.kl.copy_(lse - p_rows.mul_(z).sum(-1) - entropy[local])
+        stats.overlap.copy_(1 - torch.abs(g, out=z).sum(-1) / 2)
+        return g.mul_(scale[:, None]).to(x.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in total's dtype: fp32 or wider."""
+    if a.is_cuda and a.dtype != total.dtype:  # the product of half types goes straight into the fp32 sum
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=1, alpha=1, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _softmax(x: Tensor, weight: Tensor, logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,23 +4,57 @@ Scores exist for one block of queries of one document only and are made again in
 tokens x tokens is kept. Step-0 attention returns its log-sum-exp; the own keys are merged through it.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+QUERY_BLOCK = 256  # CPU: queries of one document whose scores exist at a time
+KEY_BLOCK = 64  # GPU: step-0 keys whose gradient one program makes
 
 Block = tuple[int, int, int, int]
 """Queries first, last + 1 and keys first, last + 1 of one product; all keys are of the queries' document."""
 
 
-def ttt_attention(
-    q: Tensor, keys: Tensor, values: Tensor, own_k: Tensor, own_v: Tensor, rows: Tensor, blocks: list[Block]
-) -> Tensor:
-    """q [A, nh, d] -> [A, nh, d]; query a sees keys of its block up to row rows[a], and its own k keys.
+class Visible(NamedTuple):
+    """The step-0 keys that A queries see, starts[a] to rows[a], both ascending; and how the work is cut."""
 
-    keys, values [N, nkv, d]; own_k, own_v [A, nkv, k, d], k >= 0; rows [A] int64 on q's device; `blocks` cover the
-    queries in order. RoPE is already applied. Softmax in fp32 at least, scale d ** -0.5.
+    rows: Tensor  # [A] int64 on the queries' device
+    starts: Tensor  # [A] int64
+    # [ceil(N / KEY_BLOCK), 4] int64: queries [0]..[3] see keys of a block, [1]..[2] of them all of its keys
+    ranges: Tensor
+    blocks: list[Block]  # all queries in order
+
+
+def visible(rows: Tensor, starts: Tensor, keys: int) -> Visible:
+    """rows, starts [A] int64 on the CPU; keys: N. A document's rows have one start."""
+    first_key = torch.arange(0, keys, KEY_BLOCK)  # of each block
+    begin = torch.searchsorted(rows, first_key)
+    end = torch.searchsorted(starts, first_key + KEY_BLOCK).maximum(begin)
+    whole = torch.searchsorted(rows, first_key + KEY_BLOCK - 1).clamp(begin, end)
+    part = torch.searchsorted(starts, first_key, right=True).clamp(whole, end)
+    ranges = torch.stack([begin, whole, part, end], 1)
+    blocks, first = [], 0
+    for length in starts.unique_consecutive(return_counts=True)[1].tolist():
+        for start in range(first, first + length, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, first + length)
+            blocks.append((start, stop, int(starts[start]), int(rows[stop - 1]) + 1))
+        first += length
+    return Visible(rows, starts, ranges, blocks)
+
+
+def ttt_attention(q: Tensor, keys: Tensor, values: Tensor, own_k: Tensor, own_v: Tensor, seen: Visible) -> Tensor:
+    """q [A, nh, d] -> [A, nh, d]; query a sees step-0 keys seen.starts[a] to seen.rows[a], and its own k keys.
+
+    keys, values [N, nkv, d]; own_k, own_v [A, nkv, k, d], k >= 0. RoPE is already applied. Softmax in fp32 at
+    least, scale d ** -0.5.
     """
+    if q.is_cuda:
+        from eyas.kernels.ttt_attention_gpu import TTTAttention
+
+        return TTTAttention.apply(q, keys, values, own_k, own_v, *seen[:3], KEY_BLOCK)
     q = q * q.shape[-1] ** -0.5
-    out, lse = _DocumentAttention.apply(q, keys, values, rows, blocks)  # [A, nh, d], [A, nh]
+    out, lse = _DocumentAttention.apply(q, keys, values, seen.rows, seen.blocks)  # [A, nh, d], [A, nh]
     if not own_k.shape[2]:
         return out
     heads, (a, nkv, _, d) = q.shape[1], own_k.shape

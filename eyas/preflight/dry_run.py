@@ -16,9 +16,9 @@ from eyas.preflight.finding import Check, Finding, Subject, error, info, warning
 from eyas.preflight.schedule import training_size
 from eyas.progress import hushed
 from eyas.train import checkpoint
-from eyas.train.batches import pack
+from eyas.train.batches import move, pack
 from eyas.train.checkpoint import Training
-from eyas.train.loop import forward, move, optimiser_step
+from eyas.train.loop import forward, optimiser_step
 
 BATCH_TOKENS = 512  # enough to reach every tensor, and a few seconds on a CPU
 FEW_TOKENS = 128  # for what does not hang on how many there are
@@ -51,7 +51,7 @@ def training_works(s: Subject) -> Iterator[Finding]:
     yield time_left(s, min(clock), len(batch.input_ids))
 
     # After the steps, not before them: weights that start at zero pass no gradient on to what feeds them.
-    forward(training, move(batch, training.noise.device)).loss.backward()
+    forward(training, batch).loss.backward()
     gradients = {n: p.grad for n, p in training.trained().items()}
     if unreached := [n for n, g in gradients.items() if g is None or not g.any() or not g.isfinite().all()]:
         text = f"no gradient, or none that is finite, reaches {', '.join(unreached)}"
@@ -64,11 +64,11 @@ def odd_batches_do_no_harm(s: Subject) -> Iterator[Finding]:
     _, batch = small_batch(s, FEW_TOKENS)
     training = start(s, s.trial)
     masked = batch._replace(supervised=torch.zeros_like(batch.supervised), targets=batch.targets[:0])
-    loss = forward(training, move(masked, training.noise.device)).loss
+    loss = forward(training, masked).loss
     loss.backward()
     wrong = [n for n, p in training.trained().items() if p.grad is not None and p.grad.any()]
     if loss or wrong:
-        text = f"a batch without a supervised token gives loss {float(loss)} and moves {wrong or 'nothing'}"
+        text = f"a batch without a supervised token gives loss {loss.item()} and moves {wrong or 'nothing'}"
         yield error(text, "leave such samples out, and report this")
     training.optimizer.zero_grad()
     whole = loss_of(training, batch, "float32")
@@ -147,7 +147,7 @@ def small_batch(s: Subject, most: int) -> tuple[list[Features], TrainBatch]:
     budget = min(max(most, first + LEARNT), limit)
     fitting = np.cumsum([len(f.token_ids) for f in samples]) <= budget
     chosen = samples[: max(1, int(fitting.sum()))]
-    return chosen, pack(chosen, budget)
+    return chosen, move(pack(chosen, budget), torch.device(s.config.torch_device()))
 
 
 def start(s: Subject, model: Eagle3DraftModel) -> Training:
@@ -159,7 +159,7 @@ def start(s: Subject, model: Eagle3DraftModel) -> Training:
 def loss_of(training: Training, batch: TrainBatch, dtype: str = "") -> float:
     config = training.config
     training.config = config.model_copy(update={"dtype": dtype or config.dtype})
-    loss = float(forward(training, move(batch, training.noise.device)).loss)
+    loss = float(forward(training, batch).loss)
     training.config = config
     return loss
 

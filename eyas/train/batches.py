@@ -4,6 +4,8 @@ The order is a function of (seed, epoch) alone, so the number of optimiser steps
 """
 
 import heapq
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ import torch
 
 from eyas.draft import TrainBatch
 from eyas.features.contract import Features
+from eyas.kernels.send import send
 
 WINDOW = 16  # optimiser steps levelled together: wide enough to fill batches, narrow enough to keep them random
 
@@ -89,15 +92,48 @@ def pack(samples: Iterable[Features], budget: int) -> TrainBatch:
         parts.append((f.token_ids[1:end], f.aux_hidden_states[: end - 1].flatten(1), targets, mask))
     count = torch.tensor([len(mask) for *_, mask in parts])
     end = count.cumsum(0)
-    documents = (x.repeat_interleave(count) for x in (end - count, end))
-    return TrainBatch(*map(torch.cat, zip(*parts, strict=True)), *documents)
+    first, last = (end - count).repeat_interleave(count), end.repeat_interleave(count)
+    ids, aux, targets, supervised = map(torch.cat, zip(*parts, strict=True))
+    return TrainBatch(ids, aux, targets, supervised, first, last)
 
 
-def prefetch(load: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """(item, load(item)) of each; a thread loads the next item while the caller uses this one."""
-    with ThreadPoolExecutor(1) as pool:
-        pending = [pool.submit(load, item) for item in items[:1]]
+def move(batch: TrainBatch, device: torch.device) -> TrainBatch:
+    """What is computed with goes to the device; what the row plan was made from stays."""
+    if device.type == "cpu":
+        return batch
+    fields = ("input_ids", "aux", "targets")
+    moved = {f: send(getattr(batch, f), device) for f in fields}
+    return batch._replace(**moved, plan=batch.plan and batch.plan.to(device))
+
+
+def prefetch(
+    load: Callable[[Any], list[TrainBatch]], items: Sequence[Any], device: torch.device
+) -> Iterator[tuple[Any, list[TrainBatch], float]]:
+    """(item, load(item) on the device, seconds waited for it) of each, in order.
+
+    Threads load the next items while the caller uses this one. To a GPU they go from pinned memory on a stream of
+    their own, so that copying overlaps with computing too.
+    """
+    gpu = device.type == "cuda"
+    workers, stream = (4, torch.cuda.Stream(device)) if gpu else (1, None)
+
+    def work(item: Any) -> tuple[list[TrainBatch], Any]:
+        with torch.cuda.stream(stream):  # None: no stream of a GPU is chosen
+            batches = [move(b, device) for b in load(item)]
+            return batches, stream.record_event() if stream else None
+
+    with ThreadPoolExecutor(workers) as pool:
+        ahead = deque(pool.submit(work, item) for item in items[:workers])
         for i, item in enumerate(items):
-            loaded = pending.pop().result()
-            pending = [pool.submit(load, following) for following in items[i + 1 : i + 2]]
-            yield item, loaded
+            started = time.perf_counter()
+            batches, copied = ahead.popleft().result()
+            waited = time.perf_counter() - started
+            ahead.extend(pool.submit(work, following) for following in items[i + workers : i + workers + 1])
+            if copied:
+                now = torch.cuda.current_stream(device)
+                now.wait_event(copied)
+                for b in batches:
+                    for tensor in (b.input_ids, b.aux, b.targets, b.plan and b.plan.positions):
+                        if tensor is not None:
+                            tensor.record_stream(now)  # else its memory could be given away while in use
+            yield item, batches, waited

@@ -42,11 +42,14 @@ class Training:
 
     def __post_init__(self) -> None:
         self.optimizer = adamw(self.model, self.config)
-        self.noise = torch.Generator(self.model.fc.weight.device).manual_seed(self.seed)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.fc.weight.device
 
     def settings(self) -> dict[str, Any]:
         """All that a checkpoint must agree with: the format, the run's settings, the draft's shape."""
-        settings = {"format": "eyas-checkpoint", "version": 2, "world_size": 1, "seed": self.seed}
+        settings = {"format": "eyas-checkpoint", "version": 3, "seed": self.seed}
         return settings | self.config.model_dump(mode="json") | self.model.config.to_dict()
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
@@ -80,7 +83,7 @@ def save(root: Path, training: Training, provenance: dict[str, Any]) -> None:
     save_draft(training.model, temporary, {**provenance, "step": training.step})
     adam = training.optimizer.state
     tensors = {f"{m}.{name}": adam[p][m].contiguous() for name, p in training.trained().items() for m in MOMENTS}
-    save_file(tensors | {"noise_rng": training.noise.get_state()}, temporary / "optimizer.safetensors")
+    save_file(tensors, temporary / "optimizer.safetensors")
     files = sorted(temporary.iterdir())
     state = {"settings": training.settings(), "files": {f.name: f.stat().st_size for f in files}}
     state |= {key: getattr(training, key) for key in PROGRESS}
@@ -113,10 +116,6 @@ def resume(root: Path, training: Training) -> None:
     for name, p in training.trained().items():
         moments = {m: tensors[f"{m}.{name}"].to(p.device) for m in MOMENTS}
         training.optimizer.state[p] = {"step": torch.tensor(float(state["step"]), device=p.device), **moments}
-    if tensors["noise_rng"].shape == training.noise.get_state().shape:
-        training.noise.set_state(tensors["noise_rng"])
-    else:
-        warn(f"{folder} was written on another kind of device: its random state is ignored")
     for key in PROGRESS:
         setattr(training, key, state[key])
     if training.best is not None and not folder_of(root, training.best).is_dir():

@@ -6,27 +6,32 @@ moments are float32; with bfloat16 only the matrix products are, over copies cas
 """
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
 from eyas.config import TrainConfig
-from eyas.draft import Eagle3DraftModel, TrainBatch, TTTOutput, counted_rows
+from eyas.draft import Eagle3DraftModel, TrainBatch, TTTOutput, row_plan
 from eyas.errors import EyasError
 from eyas.features.store import Store
 from eyas.progress import bar, say, warn
-from eyas.train import checkpoint
+from eyas.train import checkpoint, distributed
 from eyas.train.batches import StepPlan, pack, plan_epoch, plan_steps, prefetch
 from eyas.train.checkpoint import Training
 from eyas.train.metrics import Metrics
-from eyas.train.optim import clip_gradients, learning_rate
-from eyas.train.replay import replay
+from eyas.train.optim import learning_rate, update
+from eyas.train.replay import Replay, replay
 
 
 def fit(
@@ -45,39 +50,55 @@ def fit(
     Returns the stage's result. Raises EyasError for lack of data or disk, or a loss or gradient not finite.
     """
     plan, warnings = plan_run(data, heldout, config, seed)
-    training = Training(model.train(), config, seed)
+    training, first = Training(model.train(), config, seed), distributed.rank() == 0
     root = out / "checkpoints"
-    checkpoint.resume(root, training)
-    checkpoint.check_disk(root, training)
+    if first:  # it alone removes broken checkpoints, and writes
+        checkpoint.resume(root, training)
+        checkpoint.check_disk(root, training)
+    distributed.tell()
+    if not first:
+        checkpoint.resume(root, training)
     size = sum(p.numel() for p in training.trained().values())
     say(f"draft of 1 layer, {size:,} trained parameters; loss KL(target || draft), {config.ttt_steps} TTT steps")
-    say(f"{len(plan)} optimiser steps, {products(training)} products on {training.noise.device}")
-    metrics = Metrics(out / "logs", training.step)
+    ranks = f", {distributed.size()} processes" if distributed.size() > 1 else ""
+    say(f"{len(plan)} optimiser steps, {products(training)} products on {training.device}{ranks}")
+    metrics = Metrics(out / "logs", training.step) if first else None
     todo = plan[training.step :]
     tokens, spent, clock = sum(step.tokens for step in todo), 0.0, time.perf_counter()
-    with bar("train", tokens, "tok") as shown:
-        for step, batches in prefetch(lambda s: [load(data, b, config) for b in s.batches], todo):
-            names = [[data.ids[i] for i in indices] for indices in step.batches]
+    batches_of = partial(load_step, data, config)
+    with bar("train", tokens, "tok") as shown, stop_signal() as stopped:
+        for step, batches, waited in prefetch(batches_of, todo, training.device):
+            names = [[data.ids[i] for i in indices] for indices in own(step.batches)]
             row = optimiser_step(training, batches, learning_rate(training.step, len(plan), config), names)
             training.counts["tokens"] += step.tokens
             seconds = time.perf_counter() - clock  # waiting for data included
             spent += seconds
-            row |= {"epoch": step.epoch, "tokens_per_second": step.tokens / seconds}
-            metrics.write(training.step, "train", row)
+            rates = {"tokens_per_second": step.tokens / seconds, "wait_share": waited / seconds}
+            row |= {"epoch": step.epoch, **rates}
+            if metrics:
+                metrics.write(training.step, "train", row)
             shown.update(step.tokens, f"loss {row['loss']:.3f}")
 
             last = training.step == len(plan)
             if len(heldout) and (last or is_due(config.eval_every, training.step, step)):
                 row = evaluate(training, heldout)
-                metrics.write(training.step, "eval", row)
+                if metrics:
+                    metrics.write(training.step, "eval", row)
                 training.judge(row)
                 tau = "no rounds" if row["tau"] is None else f"replayed τ {row['tau']:.3f}"
                 say(f"step {training.step}: held-out loss {row['loss']:.4f}, {tau}")
-            if last or training.best == training.step or is_due(config.checkpoint_every, training.step, step):
+            stop = bool(distributed.total(torch.tensor(int(stopped()))))
+            due = last or stop or training.best == training.step
+            if first and (due or is_due(config.checkpoint_every, training.step, step)):
                 checkpoint.save(root, training, provenance or {})
+            if stop and not last:
+                raise EyasError(
+                    f"stopped by SIGTERM after step {training.step}, which is kept", "run it again to go on"
+                )
             clock = time.perf_counter()
-    metrics.close()
-    checkpoint.publish(root, training.best or training.step, out)
+    if metrics:
+        metrics.close()
+        checkpoint.publish(root, training.best or training.step, out)
     best = next((e for e in training.evals if e["step"] == training.best), {})
     return {
         "counts": {"steps": training.step, **training.counts, "samples": len(data), "heldout": len(heldout)},
@@ -89,12 +110,36 @@ def fit(
     }
 
 
+@contextmanager
+def stop_signal() -> Iterator[Callable[[], bool]]:
+    """A function that says whether SIGTERM has come; inside, the signal stops nothing by itself."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def own(batches: Sequence[Any]) -> Sequence[Any]:
+    """This rank's share of an optimiser step's micro-batches, or of the held-out ones."""
+    return batches[distributed.rank() :: distributed.size()]
+
+
 def plan_run(data: Store, heldout: Store, config: TrainConfig, seed: int) -> tuple[list[StepPlan], list[str]]:
     """The optimiser steps of the run, and what its user should know about them."""
     if not data.supervised_counts.sum():
         found = "no supervised token" if len(data) else "no training samples"
         raise EyasError(f"{data.folder} holds {found}", "see what `prepare` has counted and set aside")
-    budget, warnings = config.batch_tokens, []
+    budget, warnings, ranks = config.batch_tokens, [], distributed.size()
+    if config.accumulation < ranks:
+        found = f"{ranks} processes share {config.accumulation} micro-batches of an optimiser step"
+        raise EyasError(found, f"set train.accumulation to a multiple of {ranks}")
+    if config.accumulation % ranks:
+        warnings.append(f"train.accumulation {config.accumulation} is no multiple of {ranks} processes: some idle")
     arguments = data.lengths, budget, config.accumulation, seed, config.epochs
     plan = plan_steps(*arguments, config.max_steps)
     if config.max_steps and (whole := len(plan_steps(*arguments))) != config.max_steps:
@@ -109,8 +154,13 @@ def plan_run(data: Store, heldout: Store, config: TrainConfig, seed: int) -> tup
     return plan, warnings
 
 
-def load(data: Store, indices: Iterable[int], config: TrainConfig) -> TrainBatch:
-    return pack((data[i] for i in indices), config.batch_tokens)
+def load(data: Store, config: TrainConfig, indices: Iterable[int]) -> TrainBatch:
+    batch = pack((data[i] for i in indices), config.batch_tokens)
+    return batch._replace(plan=row_plan(batch, config.ttt_steps))
+
+
+def load_step(data: Store, config: TrainConfig, step: StepPlan) -> list[TrainBatch]:
+    return [load(data, config, indices) for indices in own(step.batches)]
 
 
 def is_due(every: int | None, done: int, step: StepPlan) -> bool:
@@ -120,58 +170,55 @@ def is_due(every: int | None, done: int, step: StepPlan) -> bool:
 def optimiser_step(
     training: Training, batches: list[TrainBatch], lr: float, ids: list[list[str]]
 ) -> dict[str, Any]:
-    """Forward and backward over the micro-batches, clip, update. Returns the step's metrics as plain numbers.
+    """Forward and backward over the micro-batches (on the device, with their plans), clip, update.
 
-    Raises EyasError naming the samples (`ids` of each micro-batch) when a loss or the gradient is not finite.
+    Returns the step's metrics as plain numbers. Raises EyasError naming the samples (`ids` of each micro-batch)
+    when a loss or the gradient is not finite.
     """
-    config, device = training.config, training.noise.device
+    config, plans = training.config, [b.plan or row_plan(b, training.config.ttt_steps) for b in batches]
     for group in training.optimizer.param_groups:
         group["lr"] = lr
-    counted = [counted_rows(b.supervised, b.doc_end, config.ttt_steps) for b in batches]  # each [K, N]
-    totals = torch.stack([c.sum(1) for c in counted]).sum(0)  # [K]
-    losses, sums = [], torch.zeros(4, config.ttt_steps, device=device)
-    for batch in batches:
-        output = forward(training, add_noise(training, move(batch, device)), totals)
+    none = torch.zeros(config.ttt_steps, dtype=torch.int64)
+    totals = distributed.total(sum((plan.counts for plan in plans), none))  # [K]
+    losses, sums = [], torch.zeros(4, config.ttt_steps, device=training.device)
+    for i, batch in enumerate(batches):
+        output = forward(training, add_noise(training, batch, distributed.rank() + i * distributed.size()), totals)
         output.loss.backward()
         losses.append(output.loss.detach())
         sums += step_sums(output)
-    norm = clip_gradients(list(training.trained().values()), config.grad_clip)
-    norm, *losses = torch.stack([norm, *losses]).tolist()  # the one place that waits for the device
+    distributed.total_gradients(list(training.trained().values()))
+    loss = distributed.total(torch.stack([sums.new_zeros(()), *losses]).sum())
+    norm = update(training.optimizer, config.grad_clip, loss)
+    norm, loss, *losses = torch.stack([norm, loss, *losses]).tolist()  # the one place that waits for the device
     checked = [("loss", *pair) for pair in zip(losses, ids, strict=True)]
-    for what, value, names in [*checked, ("gradient norm", norm, list(chain(*ids)))]:
+    everyone = list(chain(*ids))
+    for what, value, names in [*checked, ("loss", loss, everyone), ("gradient norm", norm, everyone)]:
         if not math.isfinite(value):
             hint = "try a lower train.lr, or train.dtype float32; the checkpoints before this step are kept"
             raise EyasError(f"step {training.step + 1}: the {what} is {value}; samples: {', '.join(names)}", hint)
-    training.optimizer.step()
-    training.optimizer.zero_grad()
     training.step += 1
-    training.counts["supervised"] += sum(len(b.targets) for b in batches)
-    training.counts["rows_computed"] += sum(int(c.any(0).sum()) for c in counted)
-    training.counts["rows_total"] += sum(len(b.input_ids) for b in batches)
-    return {"loss": sum(losses), "lr": lr, "grad_norm": norm, **step_means(sums)}
+    rows = [(len(b.targets), len(p.steps[0].kept), len(b.input_ids)) for b, p in zip(batches, plans, strict=True)]
+    counts = distributed.total(torch.tensor([(0, 0, 0), *rows]).sum(0)).tolist()
+    for name, count in zip(("supervised", "rows_computed", "rows_total"), counts, strict=True):
+        training.counts[name] += count
+    return {"loss": loss, "lr": lr, "grad_norm": norm, **step_means(distributed.total(sums))}
 
 
-def move(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    """What is computed with goes to the device; what the row plan is made from stays."""
-    if device.type == "cpu":
-        return batch
-    fields = ("input_ids", "aux", "targets")
-    return batch._replace(**{f: getattr(batch, f).pin_memory().to(device, non_blocking=True) for f in fields})
-
-
-def add_noise(training: Training, batch: TrainBatch) -> TrainBatch:
-    """Gaussian noise on the aux states, relative to the RMS of each state."""
+def add_noise(training: Training, batch: TrainBatch, number: int) -> TrainBatch:
+    """Gaussian noise on the aux states, relative to each state's RMS, drawn by seed, step and micro-batch."""
     if not training.config.noise:
         return batch
+    seed = np.random.SeedSequence([training.seed, training.step, number]).generate_state(1, np.uint64)[0]
+    generator = torch.Generator(training.device).manual_seed(int(seed >> 1))
     aux = batch.aux.float().unflatten(1, (training.model.config.num_aux, -1))  # [N, A, H]
-    draw = torch.randn(aux.shape, generator=training.noise, device=aux.device)
+    draw = torch.randn(aux.shape, generator=generator, device=aux.device)
     rms = aux.pow(2).mean(-1, keepdim=True).sqrt()  # [N, A, 1]
     return batch._replace(aux=torch.addcmul(aux, draw, rms, value=training.config.noise).flatten(1))
 
 
 def products(training: Training) -> str:
     """Precision of the matrix products."""
-    auto = "bfloat16" if training.noise.device.type == "cuda" else "float32"
+    auto = "bfloat16" if training.device.type == "cuda" else "float32"
     return auto if training.config.dtype == "auto" else training.config.dtype
 
 
@@ -201,16 +248,17 @@ def step_means(sums: Tensor) -> dict[str, list[float]]:
 def evaluate(training: Training, heldout: Store) -> dict[str, Any]:
     """Loss and replayed acceptance (`Replay.summary`) over all held-out samples: ratios of sums."""
     config = training.config
-    sums, walked = torch.zeros(4, config.ttt_steps, dtype=torch.float64), []
+    sums, walked = torch.zeros(4, config.ttt_steps, dtype=torch.float64), Replay.none(config.ttt_steps)
     training.model.eval()
     plan = plan_epoch(heldout.lengths, config.batch_tokens, seed=0, epoch=0)
-    for _, batch in prefetch(lambda indices: load(heldout, indices, config), plan):
-        output = forward(training, move(batch, training.noise.device))
+    for _, (batch,), _ in prefetch(lambda indices: [load(heldout, config, indices)], own(plan), training.device):
+        output = forward(training, batch)
         sums += step_sums(output).cpu()
-        rows = (output.draft_tokens.cpu(), batch.input_ids, batch.supervised, batch.doc_end)
-        walked.append(replay(*(x.numpy() for x in rows)))
+        rows = (output.draft_tokens, batch.input_ids, batch.supervised, batch.doc_end)
+        walked += replay(*(x.cpu().numpy() for x in rows))
     training.model.train()
-    means = step_means(sums)
+    means = step_means(distributed.total(sums))
+    walked = Replay.from_numbers(distributed.total(torch.from_numpy(walked.numbers())).numpy())
     weights = [config.ttt_decay**k for k in range(config.ttt_steps)]
     loss = sum(w * x for w, x in zip(weights, means["loss_by_step"], strict=True)) / sum(weights)
-    return {"loss": loss, **means, **sum(walked[1:], walked[0]).summary()}
+    return {"loss": loss, **means, **walked.summary()}

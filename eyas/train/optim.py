@@ -1,6 +1,7 @@
 """AdamW, its learning rate, and the gradient norm."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,17 @@ def learning_rate(step: int, total: int, config: TrainConfig) -> float:
     return config.lr * (config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def clip_gradients(parameters: list[nn.Parameter], limit: float) -> Tensor:
-    """Scale gradients to a norm of at most `limit` (0: leave them). Returns the norm before, 0-dim."""
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if limit:
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+def update(optimizer: torch.optim.AdamW, limit: float, loss: Tensor) -> Tensor:
+    """One step with gradients scaled to a norm of at most `limit` (0: as they are); returns the norm before.
+
+    Weights and moments stay as they are when the norm or the loss is not finite. Neither is waited for: the fused
+    kernel itself divides by `grad_scale` and heeds `found_inf`, the way torch.amp's GradScaler drives it.
+    """
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = nn.utils.get_total_norm(grads)
+    driven: Any = optimizer
+    driven.grad_scale = (norm / limit).clamp(min=1.0).float() if limit else None
+    driven.found_inf = (~(norm + loss).isfinite()).float()
+    optimizer.step()
+    optimizer.zero_grad()
     return norm

@@ -30,6 +30,18 @@ class Replay:
     def __add__(self, other: "Replay") -> "Replay":
         return Replay(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
+    @classmethod
+    def none(cls, steps: int) -> "Replay":
+        return cls(0, 0, *(np.zeros(steps, np.int64) for _ in range(6)))
+
+    def numbers(self) -> np.ndarray:
+        """[2 + 6 * K] int64, for `from_numbers`: sums that can be added up elsewhere."""
+        return np.concatenate([np.atleast_1d(x) for x in vars(self).values()])
+
+    @classmethod
+    def from_numbers(cls, numbers: np.ndarray) -> "Replay":
+        return cls(int(numbers[0]), int(numbers[1]), *numbers[2:].reshape(6, -1))
+
     def summary(self) -> dict[str, object]:
         """Ratios of sums; None where the denominator is 0.
 

@@ -89,6 +89,7 @@ def test_rotary_scaling_equals_that_of_transformers(config, scaling):
     )
     cos, sin = Rope(replace(config, rope_parameters=rope)).table(300, torch.zeros(1))
     expected = theirs(torch.zeros(1), torch.arange(300)[None])
+    cos, sin = cos[:300], sin[:300]
     torch.testing.assert_close(torch.cat([cos, cos], -1), expected[0][0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.cat([sin, sin], -1), expected[1][0], rtol=1e-4, atol=1e-4)
 

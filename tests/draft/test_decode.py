@@ -21,7 +21,7 @@ def test_decoding_gives_the_logits_of_the_training_pass(make_draft, make_documen
             hidden = model.fuse(document.aux[:-1][fresh])
             logits, state = model.decode_step(hidden, document.x[1:][fresh], cache)
             for k in range(steps):
-                place = plan.steps[k].rows.tolist().index(anchor)
+                place = plan.steps[k].seen.rows.tolist().index(anchor)
                 torch.testing.assert_close(logits, model.lm_head(states[k][place]))
                 if k < steps - 1:
                     logits, state = model.decode_step(state[None], document.x[anchor + 2 + k][None], cache)

@@ -179,7 +179,7 @@ def test_only_rows_with_a_counted_target_ahead_are_computed(make_draft, make_doc
     documents = make_documents([[False] * 8 + [True] * 4 + [False] * 8, [False] * 30, [False, True]])
     plan = row_plan(reference.pack(documents), 3)
     # rows 5..10 see tokens 8..11 within three steps; the last document's one row sees its token at step 0 only
-    assert [s.rows.tolist() for s in plan.steps] == [[5, 6, 7, 8, 9, 10, 48], [5, 6, 7, 8, 9], [5, 6, 7, 8]]
+    assert [s.seen.rows.tolist() for s in plan.steps] == [[5, 6, 7, 8, 9, 10, 48], [5, 6, 7, 8, 9], [5, 6, 7, 8]]
     assert plan.counts.tolist() == [5, 4, 4]
 
 

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.draft import TrainBatch
 from eyas.features.contract import Features
 from eyas.train.batches import pack, plan_epoch, plan_steps, prefetch
 
@@ -86,7 +87,11 @@ def test_packed_rows_own_their_memory(stores):
 
 
 def test_prefetch_keeps_the_order_and_raises_the_loaders_error():
-    assert list(prefetch(lambda i: i * i, [3, 1, 2])) == [(3, 9), (1, 1), (2, 4)]
+    def load(i):
+        return [TrainBatch(*[torch.tensor([6 // i])] * 6)]
+
+    cpu = torch.device("cpu")
+    assert [(i, int(b.input_ids)) for i, (b,), _ in prefetch(load, [3, 1, 2], cpu)] == [(3, 2), (1, 6), (2, 3)]
     with pytest.raises(ZeroDivisionError):
-        list(prefetch(lambda i: 1 // i, [1, 0, 1]))
-    assert list(prefetch(lambda i: i, [])) == []
+        list(prefetch(load, [1, 0, 1], cpu))
+    assert list(prefetch(load, [], cpu)) == []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eyas.config import TrainConfig
-from eyas.train.optim import adamw, clip_gradients, learning_rate
+from eyas.train.optim import adamw, learning_rate, update
 
 
 def test_warm_up_is_linear_and_the_cosine_ends_at_the_smallest_rate():
@@ -33,9 +33,26 @@ def test_only_matrices_decay_and_frozen_tensors_are_left_alone():
     ]
 
 
-@pytest.mark.parametrize(("limit", "after"), [(1.0, 1.0), (0.0, 5.0), (10.0, 5.0)])
-def test_gradients_are_scaled_to_the_limit_and_the_norm_before_is_returned(limit, after):
+@pytest.mark.parametrize(("limit", "scale"), [(1.0, 5.0), (0.0, 1.0), (10.0, 1.0)])
+def test_gradients_are_scaled_to_the_limit_and_the_norm_before_is_returned(limit, scale):
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([3.0, 4.0])
-    assert clip_gradients([p], limit).item() == pytest.approx(5.0)
-    assert p.grad.norm().item() == pytest.approx(after, rel=1e-4)
+    optimizer = adamw(torch.nn.ParameterList([p]), TrainConfig())
+    assert update(optimizer, limit, torch.tensor(1.0)).item() == pytest.approx(5.0)
+    assert (10 * optimizer.state[p]["exp_avg"]).tolist() == pytest.approx([3 / scale, 4 / scale])
+    assert p.grad is None and p.abs().sum() > 0
+
+
+@pytest.mark.parametrize(("gradient", "loss"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan"))])
+def test_nothing_changes_when_something_is_not_finite(gradient, loss):
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = adamw(torch.nn.ParameterList([p]), TrainConfig())
+    for g, x in ((1.0, 1.0), (gradient, loss)):
+        before = p.detach().clone()
+        p.grad = torch.full((2,), g)
+        update(optimizer, 1.0, torch.tensor(x))
+    assert (
+        torch.equal(p, before)
+        and optimizer.state[p]["step"] == 1
+        and optimizer.state[p]["exp_avg"].isfinite().all()
+    )

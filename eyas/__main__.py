@@ -1,0 +1,5 @@
+"""`python -m eyas`, and `torchrun -m eyas`."""
+
+from eyas.cli import main
+
+main()
