@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TARGET := .cache/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format clean
+.PHONY: help install demo test test-fast faults lint format clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test: $(VENV)/.installed $(TARGET)/config.json  ## Run every test
 
 test-fast: $(VENV)/.installed  ## Run the tests that take no more than a few seconds each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow"
+
+faults: $(VENV)/.installed  ## Make every fault that the preflight must find, and print what it says
+	@$(BIN)/python -m tests.preflight.print_faults
 
 lint: $(VENV)/.installed  ## Check format, style and types
 	$(BIN)/ruff format --check .

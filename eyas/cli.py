@@ -8,7 +8,9 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -73,7 +75,17 @@ class Preflight(_OnConfig):
     stage: list[str] = field(default_factory=list)
     """Check these stages only."""
     skip: list[str] = field(default_factory=list)
-    """Leave these stages out."""
+    """Leave these stages or checks out."""
+    features: Path | None = None
+    """Look at this folder's features instead of the run's: a feature store, or sample files of another tool."""
+    draft: Path | None = None
+    """Look at this folder with an exported draft too."""
+    target: str | None = None
+    """The target that features or draft are compared with, instead of the config's: id or folder."""
+    strict: bool = False
+    """Fail on warnings too."""
+    budget: float | None = None
+    """Seconds after which no further check is started."""
 
 
 @dataclass(kw_only=True)
@@ -230,7 +242,7 @@ def _call(command: Any, rest: list[str]) -> tuple[dict[str, Any], int]:
     for name in (only, start):
         if name and name not in names:
             raise UsageError(f"unknown stage {name!r} for this config", f"one of: {', '.join(names)}")
-    checks = {"train": lambda: _before_train(config)} if getattr(command, "preflight", False) else {}
+    checks = _before(config) if getattr(command, "preflight", False) else {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return _in_ranks(command, config, checks)
     result = pipeline.run(config, start=start, only=only, before=checks)
@@ -258,8 +270,9 @@ def _in_ranks(command: Any, config: RunConfig, checks: dict[str, Any]) -> tuple[
     told: list[bool] = []
 
     def begin() -> None:
-        for check in checks.values():
-            check()
+        if "train" in checks:
+            with distributed.alone():  # the dry run takes optimiser steps, which the other ranks do not
+                checks["train"]()
         told.append(distributed.tell(True))
 
     try:
@@ -297,27 +310,36 @@ def _preflight(
 ) -> tuple[dict[str, Any], int]:
     from eyas.files import write_json
     from eyas.preflight.finding import Subject
-    from eyas.preflight.runner import render, run_preflight
+    from eyas.preflight.runner import run_preflight
+    from eyas.preflight.table import live, render
 
-    others = {n: getattr(named, n) for n in ("script", "engine", "python", "import_limit")} if named else {}
-    if not (config or others.get("script") or others.get("engine")):
-        raise UsageError("nothing to check", "give a CONFIG.yaml, --script or --engine")
-    result = run_preflight(Subject(config, **others), only or None, skip)
+    things = ("script", "engine", "features", "draft")
+    others = {n: getattr(named, n) for n in (*things, "python", "import_limit", "target")} if named else {}
+    if not (config or any(others.get(n) for n in things)):
+        raise UsageError("nothing to check", "give a CONFIG.yaml, --script, --engine, --features or --draft")
+    how = {"strict": named.strict, "budget": named.budget} if named else {}
+    with live() as watch:
+        result = run_preflight(Subject(config, **others), only or None, skip, watch=watch, **how)
     if config:
         write_json(Path(config.run_dir) / "preflight" / "result.json", result)
-    if not console.quiet:
+    if not console.quiet and (not only or named or {s["status"] for s in result["stages"]} != {"passed"}):
         render(result)
     return result, 0 if result["ok"] else 1
 
 
-def _before_train(config: RunConfig) -> None:
-    result, code = _preflight(config, [], [])
-    if code:
-        errors = [f["message"] for s in result["stages"] for f in s["findings"] if f["level"] == "error"]
-        raise EyasError(
-            "preflight failed: " + "; ".join(errors),
-            "mend these, or go on at your own risk with --no-preflight",
-        )
+def _before(config: RunConfig) -> dict[str, Callable[[], None]]:
+    """Checks before the stages that cost hours: each as early as what it looks at is there."""
+    early = {"regenerate": ["config"], "prepare": ["config"], "extract": ["config", "data"], "train": []}
+
+    def check(stages: list[str]) -> None:
+        result, code = _preflight(config, stages, [])
+        if code:
+            errors = [f["message"] for s in result["stages"] for f in s["findings"] if f["level"] == "error"]
+            kind = UsageError if result["stages"][0]["status"] == "failed" and stages else EyasError
+            hint = "mend these, or go on at your own risk with --no-preflight"
+            raise kind("preflight failed: " + "; ".join(errors), hint)
+
+    return {stage: partial(check, stages) for stage, stages in early.items()}
 
 
 def _status(run_dir: Path) -> tuple[dict[str, Any], int]:

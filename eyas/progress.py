@@ -27,6 +27,16 @@ def warn(text: str) -> None:
     say(f"warning: {text}", "yellow")
 
 
+@contextmanager
+def hushed() -> Iterator[None]:
+    """`say` and `warn` say nothing in here: what they would say is told in another way."""
+    before, console.quiet = console.quiet, True
+    try:
+        yield
+    finally:
+        console.quiet = before
+
+
 class _Rate(ProgressColumn):
     """Units a second, in the unit the task names."""
 

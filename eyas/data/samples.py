@@ -1,7 +1,7 @@
 """`samples.parquet`: what prepare hands to the stages behind it, checked when written and when read."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from eyas.errors import EyasError
 from eyas.files import atomic
 
 FORMAT, AGAIN = "eyas-samples-1", "run `eyas prepare` again"
+LOOK = 8  # row groups (of 1024 samples) looked at where not all are read
 _KINDS = {"token_ids": np.dtype(np.int32), "loss_mask": np.dtype(np.bool_), "prompt_ids": np.dtype(np.int32)}
 
 
@@ -77,18 +78,49 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 def read_samples(path: Path, split: str | None = None, target: Any = None) -> list[Sample]:
     """The samples of one split (or all), in order; those made for another `target` (TargetSpec) are refused."""
-    import pyarrow.parquet as pq
-
     noted = read_metadata(path)
-    if target is not None and noted["target_fingerprint"] != target.fingerprint:
+    if target is not None:
+        check_target(path, noted, target)
+    return [s for s in _read(path) if split in (None, s.split)]
+
+
+def check_target(path: Path, noted: dict[str, Any], target: Any) -> None:
+    """Raise EyasError where the samples were made for another target (TargetSpec)."""
+    if noted["target_fingerprint"] != target.fingerprint:
         made, wanted = noted["target_fingerprint"][:12], f"{target.name} ({target.fingerprint[:12]})"
         differ = "weights, tokenizer or chat template differ"
         raise EyasError(f"{path} was prepared for {noted['target']} ({made}), not {wanted}: {differ}", AGAIN)
-    samples = []
-    for batch in pq.ParquetFile(path).iter_batches(1024):
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A part of a samples file: `samples` of its `total`, in order, and what prepare noted."""
+
+    path: Path
+    noted: dict[str, Any]
+    total: int
+    samples: list[Sample]
+
+
+def look_into(path: Path) -> Prepared:
+    """At most LOOK row groups, evenly spaced over the file: some thousand samples, however large it is."""
+    import pyarrow.parquet as pq
+
+    noted, about = read_metadata(path), pq.read_metadata(path)
+    count = min(LOOK, about.num_row_groups)
+    chosen = [i * about.num_row_groups // count for i in range(count)]
+    return Prepared(path, noted, about.num_rows, list(_read(path, chosen)))
+
+
+def _read(path: Path, row_groups: list[int] | None = None) -> Iterator[Sample]:
+    import pyarrow.parquet as pq
+
+    for batch in pq.ParquetFile(path).iter_batches(1024, row_groups):
         columns = batch.drop_columns([*_KINDS]).to_pydict() | {
             n: batch[n].to_numpy(zero_copy_only=False) for n in _KINDS
         }
-        rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-        samples += [Sample(**row) for row in rows if split in (None, row["split"])]
-    return samples
+        for values in zip(*columns.values(), strict=True):
+            try:
+                yield Sample(**dict(zip(columns, values, strict=True)))
+            except EyasError as e:
+                raise EyasError(f"{path}: {e.message}", AGAIN) from e

@@ -53,21 +53,27 @@ class Eagle3DraftConfig:
         h, target, size = self.hidden_size, self.target_hidden_size, self.draft_vocab_size
         heads, shared, aux = self.num_attention_heads, self.num_key_value_heads, list(self.aux_layers)
         rope, kinds = self.rope_parameters, ", ".join(ROPE_TYPES)
-        faults = [(n < 1, f"draft {name} must be at least 1, found {n}") for name, n in sizes.items()]
+        faults = [(n < 1, f"draft {name} must be at least 1, found {n}", "") for name, n in sizes.items()]
         faults += [
-            (h != target, f"hidden_size {h} differs from the target's {target}: its embedding cannot be shared"),
-            (shared and heads % shared, f"{heads} query heads cannot share {shared} key/value heads evenly"),
-            (self.head_dim % 2, f"head_dim {self.head_dim} is odd: RoPE rotates pairs of channels"),
-            (size > self.vocab_size, f"draft_vocab_size {size} exceeds the target's vocab_size {self.vocab_size}"),
-            (not aux or aux != sorted({*aux}), f"aux_layers must be distinct and ascending, found {aux}"),
-            (self.norm_before_fc and self.fc_norm, "norm_before_fc and fc_norm exclude each other"),
-            (self.hidden_act != "silu", f"hidden_act {self.hidden_act!r}: servers' drafts know silu only"),
-            ("rope_theta" not in rope, f"rope_parameters {rope}: rope_theta must be given"),
-            (rope.get("rope_type") not in ROPE_TYPES, f"rope_parameters {rope}: let rope_type be one of {kinds}"),
-        ]
-        for wrong, message in faults:
+            (h != target, f"hidden_size {h} differs from the target's {target}: its embedding cannot be shared",
+             "a draft is as wide as its target"),
+            (shared and heads % shared, f"{heads} query heads cannot share {shared} key/value heads evenly",
+             "set draft.num_key_value_heads to a divisor of draft.num_attention_heads"),
+            (self.head_dim % 2, f"head_dim {self.head_dim} is odd: RoPE rotates pairs of channels",
+             "set draft.head_dim to an even number"),
+            (size > self.vocab_size, f"draft_vocab_size {size} exceeds the target's vocab_size {self.vocab_size}",
+             "set vocab.size to the target's or less"),
+            (not aux or aux != sorted({*aux}), f"aux_layers must be distinct and ascending, found {aux}", ""),
+            (self.norm_before_fc and self.fc_norm, "norm_before_fc and fc_norm exclude each other",
+             "set draft.norm_before_fc or draft.fc_norm, not both"),
+            (self.hidden_act != "silu", f"hidden_act {self.hidden_act!r}: servers' drafts know silu only", ""),
+            ("rope_theta" not in rope, f"rope_parameters {rope}: rope_theta must be given", ""),
+            (rope.get("rope_type") not in ROPE_TYPES, f"rope_parameters {rope}: let rope_type be one of {kinds}",
+             "a draft rotates as its target does: choose a target with one of these in rope_parameters"),
+        ]  # fmt: skip
+        for wrong, message, hint in faults:
             if wrong:
-                raise DraftShapeError(message)
+                raise DraftShapeError(message, hint)
 
     @property
     def num_aux(self) -> int:

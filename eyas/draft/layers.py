@@ -89,14 +89,16 @@ class Rope:
         self.made: tuple[Tensor, Tensor] | None = None  # the last table, kept for the next pass
         rope, d = config.rope_parameters, config.head_dim
         if rope["rope_type"] == "default":
-            self.frequencies, self.scale = 1.0 / rope["rope_theta"] ** (torch.arange(0, d, 2).float() / d), 1.0
+            steps = torch.arange(0, d, 2, device="cpu").float() / d
+            self.frequencies, self.scale = 1.0 / rope["rope_theta"] ** steps, 1.0
             return
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         keys = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
         llama = LlamaConfig(**{k: getattr(config, k) for k in keys}, rope_parameters=dict(rope))
-        self.frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, torch.device("cpu"))
+        with torch.device("cpu"):  # also where a draft is built of shapes alone, on the meta device
+            self.frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, torch.device("cpu"))
 
     def table(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [P, d / 2] of positions 0 ... P - 1, P >= `positions`, in dtype and on device of `like`."""

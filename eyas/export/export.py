@@ -1,14 +1,17 @@
 """The export stage: one folder for each layout, proved by reading it back as its engine would."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from eyas import __version__
 from eyas.draft.config import FLAGS, Eagle3DraftConfig
 from eyas.draft.io import load_draft
+from eyas.draft.model import Eagle3DraftModel
 from eyas.errors import EyasError
 from eyas.export import sglang, vllm
 from eyas.export.verify import check, samples
@@ -32,17 +35,12 @@ def run(ctx: Context) -> dict[str, Any]:
     draft = load_draft(ctx.input("train"), TargetWeights(spec))
     if "sglang" in config.export.layouts:
         sglang.check(draft.config, spec)
-    dtype = getattr(torch, config.export.dtype)
-    tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in draft.state_dict().items()}
     features = samples(ctx.input("extract"))
     origin = json.loads((ctx.input("train") / "draft.json").read_text())["provenance"]
-    verified, warnings = {}, []
+    verified, warnings, tensors = {}, [], {}
     for layout in config.export.layouts:
-        folder, module = ctx.out / layout, LAYOUTS[layout]
-        write_json(folder / "config.json", module.config(draft.config, spec, config.export.dtype, draft_tokens))
-        named = {n.replace(vllm.LAYER, module.LAYER): t.contiguous() for n, t in tensors.items()}
-        with atomic(folder / "model.safetensors") as temporary:
-            save_file(named, temporary, {"format": "pt"})
+        folder = ctx.out / layout
+        tensors = write_layout(folder, layout, draft, spec, config.export.dtype, draft_tokens)
         card = model_card(layout, draft.config, spec, "PATH/OF/THIS/FOLDER", draft_tokens, origin)
         write_text(folder / "README.md", card)
         verified[layout] = checked = check(folder, spec, draft, features)
@@ -53,9 +51,21 @@ def run(ctx: Context) -> dict[str, Any]:
         warnings += [f"{layout}: {message}" for message in checked["findings"].messages("warning")]
     for text in warnings:
         warn(text)
-    size = sum(t.numel() * t.element_size() for t in tensors.values())
-    counts = {"layouts": len(verified), "tensors": len(tensors), "bytes": size}
+    counts = {"layouts": len(verified), "tensors": len(tensors), "bytes": sum(t.nbytes for t in tensors.values())}
     return {"counts": counts, "dtype": config.export.dtype, "verify": verified, "warnings": warnings}
+
+
+def write_layout(
+    folder: Path, layout: str, draft: Eagle3DraftModel, spec: TargetSpec, dtype: str, draft_tokens: int
+) -> dict[str, Tensor]:
+    """Write what an engine reads, config.json and model.safetensors; returns the tensors as they are stored."""
+    module, kind = LAYOUTS[layout], getattr(torch, dtype)
+    tensors = {n: t.to(kind) if t.is_floating_point() else t for n, t in draft.state_dict().items()}
+    write_json(folder / "config.json", module.config(draft.config, spec, dtype, draft_tokens))
+    named = {n.replace(vllm.LAYER, module.LAYER): t.contiguous() for n, t in tensors.items()}
+    with atomic(folder / "model.safetensors") as temporary:
+        save_file(named, temporary, {"format": "pt"})
+    return tensors
 
 
 def model_card(

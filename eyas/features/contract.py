@@ -85,15 +85,15 @@ class Features:
                 raise BadFeatures(f"{at}: {name} is {found}, expected {wanted} (axes {', '.join(AXES[name])})")
         hint = "float16 overflows in many targets: try target.dtype bfloat16 or float32"
         for column, layer in enumerate(meta.aux_layers):  # lowest first: there a fault begins
-            if fault := _bad_row(self.aux_hidden_states[:, column]):
+            if fault := bad_row(self.aux_hidden_states[:, column]):
                 raise BadFeatures(f"{at}: aux_hidden_states of layer {layer} at token {fault[0]} {fault[1]}", hint)
-        if fault := _bad_row(self.last_hidden_state):
+        if fault := bad_row(self.last_hidden_state):
             token = int(self.loss_mask.nonzero()[fault[0]])
             raise BadFeatures(f"{at}: last_hidden_state at token {token} {fault[1]}", hint)
         return self
 
 
-def _bad_row(states: Tensor) -> tuple[int, str] | None:
+def bad_row(states: Tensor) -> tuple[int, str] | None:
     """The first row of [rows, H] that holds NaN or infinity or only zeros, and what is wrong with it.
 
     Read as integers, bf16 magnitudes keep their order, infinity (0x7F80) and NaN on top: far faster than isfinite.

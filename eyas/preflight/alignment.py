@@ -1,7 +1,7 @@
 """Alignment: does lm_head(final_norm(last[p])) predict token p+1, and are the aux states of the same tokens?
 
 Each way this goes wrong has a signature of its own, so a failure is named: the norm shows in the states' lengths,
-whatever the text says; a shift shows as a better prediction of the token before or after.
+whatever the text says; for the rest, what could be right is tried, and how well each guess predicts is evidence.
 """
 
 from collections.abc import Iterator
@@ -9,11 +9,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from eyas.features.contract import PRE_NORM
+from eyas.errors import EyasError
+from eyas.features.contract import POST_NORM, PRE_NORM
+from eyas.features.store import Store
 from eyas.preflight.finding import Check, Finding, Subject, error, info, warning
+from eyas.preflight.hypotheses import AUX, MARGIN, WIDE, best_guess, predict, survivors, table, told
 
 ROWS = 512  # supervised rows looked at: a share then has a standard error of at most 2.2 points
-MARGIN = 0.07  # three of those
 
 
 def gather(s: Subject) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,19 +31,34 @@ def gather(s: Subject) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(tokens)[::step], torch.cat(last)[::step].float(), torch.cat(aux)[::step].float()
 
 
-def norm_is_as_declared(s: Subject) -> Iterator[Finding]:
-    """After an RMSNorm of weight w, x / w has an RMS of exactly 1 in every row; before it, in none."""
-    declared, norm, last = s.store.meta.last_hidden_state, s.weights.final_norm(), gather(s)[1]
-    if len(last) < 2:
-        yield error("the sampled answers are too short to judge alignment", "raise preflight.samples")
-        return
+def unit_rows(s: Subject, last: Tensor) -> tuple[float, Tensor]:
+    """After an RMSNorm of weight w, x / w has an RMS of exactly 1 in every row; before it, in none. The share of
+    such rows, and their RMS."""
+    norm = s.weights.final_norm()
     weight = norm.weight.float() + (norm.flavour == "gemma")
     used = weight.abs() > 1e-3 * weight.abs().max()
     rms = (last[:, used] / weight[used]).square().mean(1).sqrt()  # [R]
-    normed = float(((rms - 1).abs() < 0.05).float().mean())  # bf16 rounds, hence the band
+    return float(((rms - 1).abs() < 0.05).float().mean()), rms  # bf16 rounds, hence the band
+
+
+def state_of(s: Subject, last: Tensor) -> str:
+    """PRE_NORM or POST_NORM: as a store declares; for other files, as their rows' lengths say."""
+    if isinstance(s.features, Store):
+        return s.features.meta.last_hidden_state
+    return POST_NORM if unit_rows(s, last)[0] > 0.9 else PRE_NORM
+
+
+def norm_is_as_declared(s: Subject) -> Iterator[Finding]:
+    last = gather(s)[1]
+    if len(last) < 2:
+        yield error("the sampled answers are too short to judge alignment", "raise preflight.samples")
+        return
+    (normed, rms), declared = unit_rows(s, last), state_of(s, last)
     evidence = {"unit_rows": normed, "rms_min": float(rms.min()), "rms_max": float(rms.max())}
     hint = "extract again; if another tool wrote these states, let store.json say what they really are"
-    if declared == PRE_NORM and normed > 0.9:
+    if not isinstance(s.features, Store):
+        yield info(f"the last hidden state is {declared}, by the lengths of its rows", evidence=evidence)
+    elif declared == PRE_NORM and normed > 0.9:
         yield error("the last hidden state looks already normed, but is declared pre_final_norm", hint, evidence)
     elif declared != PRE_NORM and normed < 0.5:
         yield error(f"the last hidden state was never normed, but is declared {declared}", hint, evidence)
@@ -50,30 +67,48 @@ def norm_is_as_declared(s: Subject) -> Iterator[Finding]:
 
 
 def last_state_predicts_the_next_token(s: Subject) -> Iterator[Finding]:
-    found, expected = s.weights.fingerprint(), s.store.meta.head_fingerprint
-    if found != expected:
-        text = "the features were made with another lm_head or final norm than the target has now"
-        yield error(text, "extract again with this target", {"found": found, "expected": expected})
-    tokens, states, _ = gather(s)
-    if s.store.meta.last_hidden_state == PRE_NORM:
-        states = s.weights.final_norm().float()(states)
-    parts = s.weights.lm_head().split(1 << 14)  # so that [V, H] is never copied whole
-    scores = torch.cat([states @ part.float().T for part in parts], 1)  # [R, V]
+    if isinstance(s.features, Store):
+        found, expected = s.weights.fingerprint(), s.features.meta.head_fingerprint
+        if found != expected:
+            text = "the features were made with another lm_head or final norm than the target has now"
+            yield error(text, "extract again with this target", {"found": found, "expected": expected})
+    tokens, last, aux = gather(s)
+    normed = state_of(s, last) == POST_NORM
+    states = last if normed else s.weights.final_norm().float()(last)
+    scores = predict(states, s.weights.lm_head())  # [R, V]
     before, right, after = (float((scores.argmax(1) == t).float().mean()) for t in tokens.T)
     chosen = scores.gather(1, tokens[:, 1:2])  # [R, 1]
     rank = 1 + (scores > chosen).sum(1).float()
     nll = float((scores.logsumexp(1, keepdim=True) - chosen).mean())
     common = float(tokens[:, 1].bincount().max() / len(tokens))  # what always guessing one token would reach
+    guesses = {"as stored": right, "row p is token p-1's": before, "row p is token p+1's": after}
+    poor = right <= common and rank.median() > 10
+    if right < 0.5 and max(before, after) <= right + MARGIN:
+        guesses |= table(s, tokens[:, 1], last, aux[:, 1], normed)
     evidence = {"rows": len(tokens), "top1": right, "top1_at_p": before, "top1_at_p_plus_2": after}
     evidence |= {"mean_rank": float(rank.mean()), "nll": nll, "commonest_token": common}
+    evidence["hypotheses"] = {name: round(share, 4) for name, share in guesses.items()}
     measured = f"top-1 {right:.0%}, {nll:.2f} nats, mean rank {rank.mean():.1f}"
-    greedy = s.config.regenerate.mode == "all" and not s.config.regenerate.temperature
-    if max(before, after) > right + MARGIN:
-        text = f"the last hidden state is shifted by one: row p holds token {'p-1' if before > after else 'p+1'}'s"
-        yield error(text, "row p must be token p's own state, which predicts token p+1", evidence)
-    elif right <= common and rank.median() > 10:
-        hint = "lm_head of another model, states of another layer, or a target that does not know such text"
-        yield error(f"the target's lm_head does not predict the stored answers ({measured})", hint, evidence)
+    better = best_guess(guesses)
+    greedy = s.given_config and s.config.regenerate.mode == "all" and not s.config.regenerate.temperature
+    if better.startswith("row p is"):
+        text = f"the last hidden state is shifted by one: row p holds token {better.split()[-1]}"
+        yield error(
+            f"{text} ({told(guesses)})", "row p must be token p's own state, which predicts token p+1", evidence
+        )
+    elif better:
+        text = f"the last hidden state predicts the stored answers only as: {better} ({told(guesses)})"
+        yield error(text, "extract again with that put right, or mend the files by it", evidence)
+    elif poor:
+        text = f"the target's lm_head does not predict the stored answers ({measured}; {told(guesses)})"
+        yield error(text, likely_cause(s, evidence), evidence)
+    elif guesses.get(AUX, 0.0) > right + WIDE:
+        text = "the highest aux layer predicts the stored answers better than the last hidden state"
+        yield error(
+            f"{text} ({told(guesses)})",
+            "the last state must be that of the last layer: are they swapped?",
+            evidence,
+        )
     elif greedy and right < 0.9:
         hint = "a target's own greedy answers should agree almost everywhere"
         yield warning(f"the target partly disagrees with its own answers ({measured})", hint, evidence)
@@ -82,10 +117,27 @@ def last_state_predicts_the_next_token(s: Subject) -> Iterator[Finding]:
         yield info(f"the last hidden state predicts the next token: {measured}", hint, evidence)
 
 
+def likely_cause(s: Subject, evidence: dict) -> str:
+    """What is left when no guess predicts well, by whether the target gives these states for these ids."""
+    if s.recomputed is False:
+        return "the states are not this target's (see features): another revision, head or layer"
+    if (by_aux := evidence["hypotheses"].get(AUX, 0.0)) > evidence["top1"] + WIDE:
+        return f"the aux states fit tokens and head ({by_aux:.0%}): the last states alone are of something else"
+    try:
+        evidence["ids_that_come_back"] = share = survivors(s)
+    except EyasError:
+        share = 1.0
+    ids = f"only {share:.0%} of the ids come back when decoded and encoded: another tokenizer made them"
+    if s.recomputed:
+        plain = "its own states, but text unlike what it says: another tokenizer's ids?"
+        return ids if share < 0.8 else plain
+    return f"lm_head of another model or revision, states of another layer{', or: ' + ids if share < 0.8 else ''}"
+
+
 def aux_states_are_of_the_same_tokens(s: Subject) -> Iterator[Finding]:
     """At a late layer, the residual stream of token p resembles p's last state more than its neighbours' do."""
     _, last, aux = gather(s)
-    layer = s.store.meta.aux_layers[-1]
+    layer = s.features.meta.aux_layers[-1] if isinstance(s.features, Store) else "stored last"
     before, here, after = (float((_standard(aux[:, d]) * _standard(last)).mean()) for d in range(3))
     evidence = {"correlation": here, "at_p_minus_1": before, "at_p_plus_1": after}
     if max(before, after) > here + MARGIN:
@@ -103,7 +155,7 @@ def _standard(states: Tensor) -> Tensor:
 
 
 CHECKS = [
-    Check("norm", "alignment", ("contract",), norm_is_as_declared),
-    Check("next_token", "alignment", ("norm",), last_state_predicts_the_next_token),
-    Check("same_tokens", "alignment", ("norm",), aux_states_are_of_the_same_tokens),
+    Check("norm", "alignment", ("contract",), norm_is_as_declared, "features"),
+    Check("next_token", "alignment", ("norm",), last_state_predicts_the_next_token, "features"),
+    Check("same_tokens", "alignment", ("norm",), aux_states_are_of_the_same_tokens, "features"),
 ]

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from eyas.config import RunConfig
-from eyas.draft import Eagle3DraftModel
+from eyas.data.samples import Prepared, look_into
+from eyas.draft import Eagle3DraftModel, init_weights
 from eyas.features.contract import Features
+from eyas.features.foreign import Foreign, open_features
 from eyas.features.store import Store
 from eyas.pipeline import read_manifest
 from eyas.target.spec import TargetSpec, default_aux_layers
+from eyas.target.tokenizer import load_tokenizer
 from eyas.target.weights import TargetWeights
 from eyas.train.stage import new_draft
 
@@ -31,7 +34,11 @@ info, warning, error = partial(Finding, "info"), partial(Finding, "warning"), pa
 
 
 class NotMade(Exception):
-    """Raised by a check whose input has not been made yet: it is skipped, which is not a fault."""
+    """Raised by a check whose input is not there (yet): it is skipped, which is not a fault."""
+
+    def __init__(self, message: str, hint: str = "make it with `eyas run CONFIG`"):
+        super().__init__(message)
+        self.hint = hint
 
 
 About = Literal["run", "machine", "script", "engine", "features", "draft"]
@@ -59,12 +66,13 @@ class Subject:
         self.given_features, self.draft, self.target = features, draft, target
         self.import_limit = import_limit
         self.kept: dict[Any, Any] = {}
+        self.recomputed: bool | None = None  # whether the target itself gives the stored states; None: not tried
 
     @property
     def about(self) -> set[About]:
-        """The kinds of checks that apply."""
+        """The kinds of checks that apply. A run's own features are looked at as those of a folder are."""
         given: dict[About, Any] = {"run": self.given_config, "script": self.script, "engine": self.engine}
-        given |= {"features": self.given_features, "draft": self.draft}
+        given |= {"features": self.given_features or self.given_config, "draft": self.draft}
         given["machine"] = self.given_config or self.script or self.engine
         return {kind for kind, value in given.items() if value}
 
@@ -80,26 +88,60 @@ class Subject:
             raise NotMade(f"stage {stage} has not run in {self.config.run_dir}")
         return folder
 
+    @property
+    def target_name(self) -> str:
+        """The target's id or folder; empty when none is named."""
+        return self.target or (self.given_config.target.model if self.given_config else "")
+
     @cached_property
     def spec(self) -> TargetSpec:
-        return TargetSpec.load(self.config.target.model, self.config.target.revision)
+        if not self.target_name:
+            raise NotMade("no target is named to compare with", "name it with --target")
+        own = self.given_config.target.revision if self.given_config and not self.target else None
+        return TargetSpec.load(self.target_name, own)
 
     @cached_property
     def weights(self) -> TargetWeights:
         return TargetWeights(self.spec)
 
     @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.spec, bool(self.given_config and self.given_config.target.trust_remote_code))
+
+    @cached_property
     def aux_layers(self) -> list[int]:
         return self.config.extract.aux_layers or default_aux_layers(self.spec.num_layers)
 
     @cached_property
-    def store(self) -> Store:
+    def prepared(self) -> Prepared:
+        return look_into(self.folder("prepare") / "samples.parquet")
+
+    @cached_property
+    def features(self) -> Store | Foreign:
+        """The features under test: those that were named, or the run's own training features."""
+        if self.given_features:
+            return open_features(self.given_features)
         return Store(self.folder("extract") / "features" / "train")
 
     @cached_property
     def samples(self) -> list[Features]:
-        """`preflight.samples` samples, evenly spaced over the store."""
-        return self.store.spread(self.config.preflight.samples)
+        """`preflight.samples` samples of `features`, evenly spaced."""
+        return self.features.spread((self.given_config or RunConfig()).preflight.samples)
+
+    @cached_property
+    def store(self) -> Store:
+        """What the run would train on."""
+        if isinstance(self.features, Store):
+            return self.features
+        return Store(self.folder("extract") / "features" / "train")
+
+    @cached_property
+    def trial(self) -> Eagle3DraftModel:
+        """The draft as training starts it: `model` looks at it, `dry_run` trains it, `deploy` exports it."""
+        draft = self.new_draft()
+        draft.load_target(self.weights)
+        init_weights(draft, self.weights, self.spec, self.config.draft.init, self.config.seed)
+        return draft
 
     def new_draft(self) -> Eagle3DraftModel:
         return new_draft(self.config, self.spec, self.aux_layers, self.folder("vocab"))

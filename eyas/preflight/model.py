@@ -8,7 +8,10 @@ import torch
 
 from eyas.config import TrainConfig
 from eyas.draft import Eagle3DraftConfig
-from eyas.preflight.finding import Check, Finding, Subject, info
+from eyas.preflight.finding import Check, Finding, Subject, error, info
+
+# All zero, these say nothing; other tensors may well begin there.
+SPEAKING = {"embed_tokens", "target_lm_head", "lm_head.weight", "norm.weight", "fc.weight"}
 
 
 def draft_builds_and_fits(s: Subject) -> Iterator[Finding]:
@@ -24,8 +27,40 @@ def draft_builds_and_fits(s: Subject) -> Iterator[Finding]:
     listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
     text = f"training takes about {need / 1e9:.2f} GB ({listed}); {free / 1e9:.2f} GB are free on {device}"
     level = "error" if need > free else "warning" if need > 0.8 * free else "info"
-    hint = "" if level == "info" else "lower train.batch_tokens or train.ttt_steps, or free memory"
-    yield Finding(level, text, hint, {"need_bytes": need, "free_bytes": free, "parts": parts})
+    fits = largest_batch(parts, s.config.train.batch_tokens, free)
+    advice = (
+        f"set train.batch_tokens to {fits} or less" if fits else "no batch fits beside the weights: another device"
+    )
+    hint = "" if level == "info" else f"{advice}; or lower train.ttt_steps, or free memory"
+    yield Finding(
+        level, text, hint, {"need_bytes": need, "free_bytes": free, "parts": parts, "largest_batch": fits}
+    )
+    wanted = {n for n, _ in model.named_parameters() if n != "lm_head.weight" or s.config.draft.train_lm_head}
+    found = {n for n, p in model.named_parameters() if p.requires_grad}
+    if wanted != found:
+        text = f"trainable, but must be frozen: {sorted(found - wanted)}; the other way: {sorted(wanted - found)}"
+        yield error(text, "see draft.train_lm_head")
+
+
+def largest_batch(parts: dict[str, int], batch_tokens: int, free: int) -> int:
+    """Tokens of a micro-batch that fill four fifths of the memory (activations grow with it, the rest does not): a
+    multiple of 64; 0 where none fits."""
+    fixed = sum(size for name, size in parts.items() if name != "activations")
+    room = 0.8 * free - fixed
+    return max(0, int(room / parts["activations"] * batch_tokens) // 64 * 64)
+
+
+def fresh_weights_are_sound(s: Subject) -> Iterator[Finding]:
+    """What training starts from, the target's parts included: nothing is left as memory was."""
+    draft, again = s.trial, "fetch the target again"
+    parts = {**dict(draft.named_parameters()), **dict(draft.named_buffers())}
+    for name, tensor in parts.items():
+        if tensor.is_floating_point() and (bad := int((~tensor.isfinite()).sum())):
+            yield error(f"{name} {list(tensor.shape)} has {bad} values that are NaN or infinite", again)
+        elif name in SPEAKING and not tensor.any():
+            yield error(f"{name} {list(tensor.shape)} is all zero", again)
+    head = "trained" if s.config.draft.train_lm_head else "frozen"
+    yield info(f"{len(parts)} tensors of the fresh draft are finite; lm_head is {head}")
 
 
 def memory_parts(
@@ -65,4 +100,7 @@ def available_memory(device: str, root: Path = Path("/")) -> int:
     return min(rooms)
 
 
-CHECKS = [Check("memory", "model", ("store",), draft_builds_and_fits)]
+CHECKS = [
+    Check("memory", "model", ("store", "tables"), draft_builds_and_fits),
+    Check("fresh", "model", ("memory",), fresh_weights_are_sound),
+]

@@ -37,7 +37,9 @@ class Shards:
         if not names:
             raise EyasError(f"{folder} has no *.safetensors file", "convert the weights with `save_pretrained`")
         files = [folder / name for name in sorted(names)]
-        return cls(folder, files, {name: (file, entry) for file in files for name, entry in _header(file).items()})
+        return cls(
+            folder, files, {name: (file, entry) for file in files for name, entry in read_header(file).items()}
+        )
 
     def ending(self, suffix: str) -> list[str]:
         """Tensor names that are `suffix` or end with `.suffix`."""
@@ -66,9 +68,10 @@ class Shards:
             return hashlib.sha256(marked + f.read()).hexdigest()
 
 
-def _header(path: Path) -> dict[str, Any]:
+def read_header(path: Path, hint: str = AGAIN) -> dict[str, Any]:
+    """Entries of a safetensors file's header, checked against the file's size. Raises EyasError with `hint`."""
     if not path.is_file():
-        raise EyasError(f"{path} is named in the index but is not there", AGAIN)
+        raise EyasError(f"{path} is named in the index but is not there", hint)
     size = path.stat().st_size
     with open(path, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
@@ -78,7 +81,7 @@ def _header(path: Path) -> dict[str, Any]:
         header.pop("__metadata__", None)
         expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise EyasError(f"{path} ({size} bytes) has no readable safetensors header", AGAIN) from e
+        raise EyasError(f"{path} ({size} bytes) has no readable safetensors header", hint) from e
     if size != expected:
-        raise EyasError(f"{path} has {size} bytes, its header says {expected}", AGAIN)
+        raise EyasError(f"{path} has {size} bytes, its header says {expected}", hint)
     return header

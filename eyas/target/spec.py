@@ -125,7 +125,8 @@ class _Decoder:
     def check_head(self) -> None:
         """Refuse targets whose logits are not softmax(lm_head(RMSNorm(x)))."""
         if self.get("rms_norm_eps") is None and (self.get("layer_norm_eps") or self.get("layer_norm_epsilon")):
-            raise EyasError(f"{self.file}: {self.model_type} uses LayerNorm; only RMSNorm targets are supported")
+            found = f"{self.file}: {self.model_type} uses LayerNorm; only RMSNorm targets are supported"
+            raise EyasError(found, "choose a target with RMSNorm: a draft's target logits are lm_head(RMSNorm(x))")
         for key in ("logits_scaling", "logit_scale"):
             if self.get(key) not in (None, 1):
                 raise EyasError(f"{self.file}: the target scales its logits ({key}), which is not supported")
@@ -137,9 +138,8 @@ class _Decoder:
         found = self.get("rope_parameters") or self.get("rope_scaling") or {}
         if layer_types := [k for k, v in found.items() if isinstance(v, dict)]:
             if "full_attention" not in layer_types:
-                raise EyasError(
-                    f"{self.file}: rotary settings for {layer_types}, none for full_attention to follow"
-                )
+                found = f"{self.file}: rotary settings for {layer_types}, none for full_attention to follow"
+                raise EyasError(found, "complete rope_parameters from the model's card")
             _say_once(f"{self.file}: rotary settings for {layer_types}: the draft takes those of full_attention")
             found = found["full_attention"]
         if (theta := found.get("rope_theta", self.get("rope_theta"))) is None:

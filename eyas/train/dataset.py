@@ -5,7 +5,6 @@ mask bit and the last hidden state. A batch is one row of packed samples, [1, ma
 """
 
 import json
-import pickle
 import random
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset
 
 from eyas.errors import EyasError
 from eyas.features.contract import Features
+from eyas.features.foreign import layer_list, load
 from eyas.features.store import Store
 from eyas.train.noise import TransformTensors
 
@@ -60,7 +60,7 @@ def standardize_data_v0(data: dict[str, Any]) -> dict[str, Any]:
 
 def standardize_data_v1(data: dict[str, Any]) -> dict[str, Any]:
     """Sample files with `hidden_states`, a list of A+1 tensors [T, H]: aux, then last (BEFORE the final norm)."""
-    *aux, last = data["hidden_states"]
+    *aux, last = layer_list(data["hidden_states"], "sample")
     states = {"hidden_states": torch.cat(aux, -1), "verifier_last_hidden_states": last}
     return states | {k: data[k] for k in ("input_ids", "loss_mask")}
 
@@ -117,13 +117,7 @@ class Eagle3SampleFileDataset(Dataset[BatchType]):
         return states | {"input_ids": features.token_ids.long(), "loss_mask": features.loss_mask.clone()}
 
     def _from_file(self, path: Path) -> dict[str, Any]:
-        try:
-            raw = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as e:
-            hint = "the file is truncated, or holds more than tensors, which eyas does not load"
-            raise EyasError(f"{path} cannot be read: {str(e).splitlines()[0]}", hint) from e
-        if not isinstance(raw, dict):
-            raise EyasError(f"{path} holds a {type(raw).__name__}, expected a dict")
+        raw = load(path)
         try:
             return self.standardize_fn(raw)
         except KeyError as e:

@@ -1,97 +1,184 @@
-"""Packages with a fault, made on purpose, and an interpreter to import them in."""
+"""The table of faults: what is done to a healthy run, which stage must find it first, and what it must say.
 
-import subprocess
-import sys
+The table itself is in the faults_*.py files beside this one; `make faults` makes each and prints what is found.
+"""
+
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
+import pyarrow as pa
+import pyarrow.parquet as pq
 
+from eyas.config import RunConfig
+from eyas.features.contract import FeatureMeta, Features
+from eyas.features.store import Store, StoreWriter
 from eyas.preflight.finding import Subject
 from eyas.preflight.runner import run_preflight
-
-# A healthy package, that each fault changes one file of.
-KIT = {
-    "kit/__init__.py": "from kit.config import Config\n",
-    "kit/config.py": "class Config:\n    def __init__(self, size, *, depth=1):\n        self.size = size\n",
-    "kit/data/__init__.py": "",
-    "kit/data/loader.py": "def make_batch(samples, max_len, pad=0):\n    return samples\n",
-    "kit-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: kit\nVersion: 1.0\n",
-    "kit-1.0.dist-info/top_level.txt": "kit\n",
-}
+from tests.preflight.healthy import CHECKED, copy_of
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong, and what the preflight must say about it: check, level, parts of message and cure."""
+    """`spoil(config)` changes the copy of the run and may return another config, or a Subject."""
 
     name: str
-    check: str
-    message: str
-    cure: str
-    script: str = "import kit\n"
-    files: dict[str, str] = field(default_factory=dict)
+    stage: str
+    spoil: Callable[[RunConfig], Any]
+    says: str  # part of the finding's message: names file, field or value
+    cure: str  # part of its hint
     level: str = "error"
+    skip: list[str] = field(default_factory=list)  # checks left out, such as those too dear for a large target
+
+    def found(self, healthy: RunConfig, folder: Path) -> tuple[str, dict[str, Any]]:
+        """(stage, finding) of the first one that says it; runs no stage after the one that must find it. A stage
+        that fails before is the answer too."""
+        config = copy_of(healthy, folder)
+        subject = self.spoil(config) or config
+        stages = CHECKED[: CHECKED.index(self.stage) + 1]
+        try:
+            result = run_preflight(subject, stages, self.skip)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        every = [(s["name"], f) for s in result["stages"] for f in s["findings"]]
+        for stage, f in every:
+            if f["level"] == "error" or (f["level"] == self.level and self.says in f["message"]):
+                return stage, f
+        return "", {
+            "message": "\n".join(f"{s} {f['level']} {f['message']}" for s, f in every),
+            "hint": "",
+            "level": "",
+        }
 
 
-def write(folder: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+def setting(**sections: Any) -> Callable[[RunConfig], RunConfig]:
+    """A change of config values: setting(train={"lr": 10})."""
+
+    def change(config: RunConfig) -> RunConfig:
+        raw = config.model_dump(mode="json")
+        for name, values in sections.items():
+            raw[name] = raw[name] | values if isinstance(values, dict) else values
+        return RunConfig.parse(raw)
+
+    return change
 
 
-def bare_python(folder: Path) -> str:
-    """An interpreter with nothing installed."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    return str(folder / "bin" / "python")
+def base(config: RunConfig) -> Path:
+    return Path(config.run_dir).parent
 
 
-@dataclass
-class Workshop:
-    """`work.check(script)` runs a preflight of it, with the packages of `work.site` importable."""
-
-    folder: Path
-    python: str
-
-    @property
-    def site(self) -> Path:
-        return self.folder / "site"
-
-    def check(self, script: str, stages: tuple[str, ...] = ("imports",), **options: Any) -> list[dict[str, Any]]:
-        path = self.folder / "work" / "train.py"
-        write(path.parent, {"train.py": script})
-        subject = Subject(script=path, python=self.python, **options)
-        result = run_preflight(subject, list(stages))
-        return [f for stage in result["stages"] for f in stage["findings"]]
+def edit_json(path: Path, **values: Any) -> None:
+    """Set keys of a JSON file; None removes one."""
+    found = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
 
 
-@pytest.fixture(scope="session")
-def bare(tmp_path_factory) -> str:
-    return bare_python(tmp_path_factory.mktemp("bare") / "env")
+def target(**values: Any) -> Callable[[RunConfig], None]:
+    """A change of the target's config.json."""
+    return lambda config: edit_json(Path(config.target.model) / "config.json", **values)
 
 
-@pytest.fixture
-def work(tmp_path, bare, monkeypatch) -> Workshop:
-    made = Workshop(tmp_path, bare)
-    write(made.site, KIT)
-    monkeypatch.setenv("PYTHONPATH", str(made.site))
-    return made
+def template(text: str) -> Callable[[RunConfig], RunConfig]:
+    """Another chat template, and answers as they are in the data."""
+
+    def change(config: RunConfig) -> RunConfig:
+        (Path(config.target.model) / "chat_template.jinja").write_text(text)
+        return setting(regenerate={"mode": "none"})(config)
+
+    return change
 
 
-def of(findings: list[dict[str, Any]], *levels: str) -> list[dict[str, Any]]:
-    return [f for f in findings if f["level"] in levels]
+def rows(change: Callable[[int, dict], Any]) -> Callable[[RunConfig], RunConfig]:
+    """`change(i, row)` every row of the data (text is written as it is); answers as they are in the data."""
+
+    def spoil(config: RunConfig) -> RunConfig:
+        path = base(config) / "data.jsonl"
+        made = [change(i, json.loads(line)) for i, line in enumerate(path.read_text().splitlines())]
+        path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in made))
+        return setting(regenerate={"mode": "none"})(config)
+
+    return spoil
 
 
-def expect(findings: list[dict[str, Any]], fault: Fault) -> None:
-    """The fault is found, by its check, once, in words that name it and its cure; and nothing worse is said."""
-    found = [f for f in of(findings, fault.level) if f["check"] == fault.check and fault.message in f["message"]]
-    assert len(found) == 1, f"{fault.message!r} is not said once in {findings}"
-    assert fault.cure in found[0]["hint"], found[0]
-    worse = {"info": ("warning", "error"), "warning": ("error",), "error": ()}[fault.level]
-    assert of(findings, *worse) == []
+def said(content: Any, **more: Any) -> Callable[[int, dict], dict]:
+    """Another first answer."""
+
+    def change(i: int, row: dict) -> dict:
+        row["messages"][1] = {"role": "assistant", "content": content, **more}
+        return row
+
+    return change
 
 
-def names(faults: list[Fault]) -> Callable[..., Any]:
-    return pytest.mark.parametrize("fault", faults, ids=lambda fault: fault.name)
+def samples(change: Callable[[list[dict]], Any], noted: dict | None = None) -> Callable[[RunConfig], None]:
+    """`change` the rows of samples.parquet, without the checks of the writer; `noted` updates its metadata."""
+
+    def spoil(config: RunConfig) -> None:
+        path = Path(config.run_dir) / "prepare" / "samples.parquet"
+        table = pq.read_table(path)
+        listed = table.to_pylist()
+        change(listed)
+        about = json.loads(table.schema.metadata[b"eyas"]) | (noted or {})
+        schema = table.schema.with_metadata({"eyas": json.dumps(about)})
+        pq.write_table(pa.Table.from_pylist(listed, schema), path, row_group_size=16)
+
+    return spoil
+
+
+def each(change: Callable[[dict], Any]) -> Callable[[list[dict]], None]:
+    def all_of(listed: list[dict]) -> None:
+        for row in listed:
+            change(row)
+
+    return all_of
+
+
+def store(
+    change: Callable[[Features], Features] = lambda f: f, split: str = "train", **meta: Any
+) -> Callable[[RunConfig], None]:
+    """The store written anew, each sample changed, its head saying something else."""
+
+    def spoil(config: RunConfig) -> None:
+        folder = Path(config.run_dir) / "extract" / "features" / split
+        old = Store(folder)
+        listed = [change(clone(old[i])) for i in range(len(old))]
+        about = FeatureMeta(**(vars(old.meta) | meta))
+        shutil.rmtree(folder)
+        writer = StoreWriter(folder, about, 1 << 20)
+        for f in listed:
+            writer.add(f)
+        writer.close()
+
+    return spoil
+
+
+def clone(f: Features) -> Features:
+    tensors = {k: v.clone() for k, v in vars(f).items() if k != "id"}
+    return Features(f.id, **tensors)
+
+
+def head(split: str = "train", **values: Any) -> Callable[[RunConfig], None]:
+    """Other values in store.json."""
+    return lambda c: edit_json(Path(c.run_dir) / "extract" / "features" / split / "store.json", **values)
+
+
+def cut(path: str, by: int) -> Callable[[RunConfig], None]:
+    """A file that lost its end; `path` below the run's parent."""
+
+    def spoil(config: RunConfig) -> None:
+        file = base(config) / path
+        file.write_bytes(file.read_bytes()[:-by])
+
+    return spoil
+
+
+def manifest(stage: str, **inputs: str) -> Callable[[RunConfig], None]:
+    return lambda c: edit_json(Path(c.run_dir) / stage / "manifest.json", inputs=inputs)
+
+
+def of_features(folder: str, **options: Any) -> Callable[[RunConfig], Subject]:
+    """A subject that is the folder of files alone, with the run's target."""
+    return lambda c: Subject(features=base(c) / folder, **({"target": c.target.model} | options))

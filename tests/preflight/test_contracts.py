@@ -10,7 +10,7 @@ from eyas.preflight import contract
 from eyas.preflight.contract import RECORDED, changed, load
 from eyas.preflight.finding import Subject
 from eyas.preflight.runner import run_preflight
-from tests.preflight.faults import Fault, expect, names, of, write
+from tests.preflight.workshop import Fault, expect, names, of, write
 
 MODULE = """
 from typing import Literal

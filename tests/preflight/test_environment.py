@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.preflight.faults import Fault, expect, names, of, write
+from tests.preflight.workshop import Fault, expect, names, of, write
 
 # A torch that says what real ones say of machines that are not at hand.
 TORCH = """
@@ -193,7 +193,7 @@ REMAINS = {"wandb/__init__.py": "has no version metadata", "wandb/x.pyc": "is an
 @pytest.mark.parametrize(("file", "what"), REMAINS.items())
 def test_a_module_folder_without_metadata_is_a_broken_install(tmp_path, file, what):
     """In a real environment of its own: only what lies in site-packages can be broken like that."""
-    from tests.preflight.faults import Workshop, bare_python
+    from tests.preflight.workshop import Workshop, bare_python
 
     made = Workshop(tmp_path, bare_python(tmp_path / "env"))
     site = next((tmp_path / "env").glob("lib/python*/site-packages"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eyas.preflight import imports
-from tests.preflight.faults import KIT, Fault, expect, names, of, write
+from tests.preflight.workshop import KIT, Fault, expect, names, of, write
 
 GUARDED = "try:\n    {}\nexcept ImportError:\n    {}\n"
 FAULTS = [

@@ -13,7 +13,7 @@ from eyas.files import write_json
 from eyas.preflight import environment, packages
 from eyas.preflight.finding import Subject
 from eyas.preflight.runner import run_preflight
-from tests.preflight.faults import of
+from tests.preflight.workshop import of
 
 
 def checks_of(config: RunConfig, *wanted: str) -> list[dict]:
@@ -23,8 +23,8 @@ def checks_of(config: RunConfig, *wanted: str) -> list[dict]:
 
 
 @pytest.fixture
-def config(tmp_path, target_folder) -> RunConfig:
-    raw = {"target": {"model": str(target_folder)}, "extract": {"aux_layers": [1, 3, 5]}, "device": "cpu"}
+def config(tmp_path, healthy) -> RunConfig:
+    raw = {"target": {"model": healthy.target.model}, "extract": {"aux_layers": [1, 3, 5]}, "device": "cpu"}
     return RunConfig.parse(raw | {"run_dir": str(tmp_path / "not" / "yet")})
 
 

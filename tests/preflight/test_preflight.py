@@ -1,21 +1,21 @@
-"""Every fault that the checks are there for, made on purpose in an otherwise healthy run, must be named."""
+"""What is said beside the faults: figures, what is skipped and why, the memory that training takes."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from eyas.preflight import model
 from eyas.preflight.finding import Subject
+from eyas.preflight.masks import edges
 from eyas.preflight.runner import run_preflight
-from eyas.target.spec import TargetSpec
-from eyas.target.weights import TargetWeights
-
-DATA = ["features", "alignment"]
+from eyas.train import checkpoint
+from eyas.train.batches import pack
+from tests.preflight.faults import head, setting, store
+from tests.preflight.healthy import CHECKED, copy_of
 
 
 def errors(result) -> list[str]:
@@ -30,171 +30,137 @@ def status(result) -> dict[str, str]:
     return {s["name"]: s["status"] for s in result["stages"]}
 
 
-def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*")}
+def test_without_a_draft_vocabulary_model_and_dry_run_are_skipped(healthy, tmp_path):
+    config = copy_of(healthy, tmp_path / "run")
+    (Path(config.run_dir) / "vocab" / "manifest.json").unlink()
+    result = run_preflight(config, CHECKED)
+    assert {status(result)[s] for s in ("vocab", "model", "dry_run", "deploy")} == {"skipped"}
+    assert "stage vocab has not run" in messages(result, "vocab")
+    assert "skipped: fresh was skipped" in messages(result, "dry_run")
+    assert result["ok"]
 
 
-def test_a_healthy_run_passes_every_stage_and_nothing_in_it_is_written(make_run):
-    config = make_run()
-    before = tree(Path(config.run_dir))
-    result = run_preflight(config)
-    assert errors(result) == []
-    assert result["ok"] and set(status(result)) == {"environment", "features", "alignment", "model", "dry_run"}
-    assert "failed" not in status(result).values() and "skipped" not in status(result).values()
-    assert tree(Path(config.run_dir)) == before
-    for f in (f for s in result["stages"] for f in s["findings"]):
-        assert set(f) == {"check", "level", "message", "hint", "evidence"}
-    json.dumps(result, allow_nan=False)
-    assert "saved and loaded again" in messages(result, "dry_run")
-
-
-def test_before_extraction_everything_is_skipped_with_the_reason(make_run):
-    config = make_run().model_copy(update={"run_dir": "elsewhere"})
-    result = run_preflight(config, skip=["environment"])
-    assert result["ok"] and set(status(result).values()) == {"skipped"}
-    assert "stage extract has not run in elsewhere" in messages(result, "features")
-
-
-def test_without_a_draft_vocabulary_model_and_dry_run_are_skipped(make_run):
-    result = run_preflight(make_run(vocab=False))
-    assert status(result)["model"] == status(result)["dry_run"] == "skipped"
-    assert "stage vocab has not run" in messages(result, "model")
-    assert messages(result, "dry_run") == "skipped: memory was skipped"
-
-
-def test_features_of_another_target_are_refused_and_the_rest_is_skipped(make_run, made):
-    result = run_preflight(make_run(meta=replace(made[0], target_fingerprint="0" * 64)))
+def test_what_hangs_on_unfit_features_is_skipped(healthy, tmp_path):
+    config = copy_of(healthy, tmp_path / "run")
+    head(target_fingerprint="0" * 64)(config)
+    result = run_preflight(config, CHECKED)
     assert not result["ok"] and "target_fingerprint" in errors(result)[0]
-    assert status(result)["alignment"] == "skipped"
+    assert status(result)["alignment"] == status(result)["dry_run"] == "skipped"
     assert "contract was skipped" in messages(result, "alignment")
 
 
-def test_a_repeated_layer_is_an_error_that_names_both(make_run, changed):
-    def repeat(f):
-        aux = f.aux_hidden_states.clone()
-        aux[:, 1] = aux[:, 0]
-        return changed(f, aux_hidden_states=aux)
-
-    result = run_preflight(make_run(repeat), ["features"])
-    assert errors(result) == ["aux layer 1 and aux layer 3 hold the same states (100.0% of the values agree)"]
-
-
-def test_one_state_for_all_tokens_is_an_error(make_run, changed):
-    result = run_preflight(
-        make_run(lambda f: changed(f, aux_hidden_states=torch.ones_like(f.aux_hidden_states))), ["features"]
-    )
-    assert "aux layer 1: the same state at every token" in errors(result)
-
-
-def test_a_massive_channel_is_reported(make_run, changed):
+def test_a_massive_channel_is_reported_and_no_error(healthy, tmp_path):
     def swell(f):
-        aux = f.aux_hidden_states.clone()
-        aux[0, 2, 7] = 1e5
-        return changed(f, aux_hidden_states=aux)
+        f.aux_hidden_states[0, 2, 7] = 1e5
+        return f
 
-    result = run_preflight(make_run(swell), ["features"])
+    config = copy_of(healthy, tmp_path / "run")
+    store(swell)(config)
+    result = run_preflight(config, ["features"], ["recomputed"])
     found = {f["message"]: f["evidence"] for f in result["stages"][0]["findings"] if f["check"] == "states"}
     name = next(n for n in found if n.startswith("aux layer 5"))
     assert found[name]["massive"] == [7] and errors(result) == []
 
 
-def test_a_nan_is_named_by_sample_tensor_layer_and_token(make_run, store_of):
-    config = make_run()
-    store = store_of(config)
-    path = store.folder / store.shards[0]["file"]
-    tensors = load_file(path)
-    tensors["aux_hidden_states"][3, 1, 0] = float("nan")
-    save_file(tensors, path)
-    head = json.loads((store.folder / "store.json").read_text())
-    head["shards"][0]["bytes"] = path.stat().st_size
-    (store.folder / "store.json").write_text(json.dumps(head))
-    (text,) = errors(run_preflight(config, ["features"]))
-    assert "sample t0: aux_hidden_states of layer 3 at token 3 is NaN" in text
+def test_features_that_shrink_from_layer_to_layer_are_a_warning(healthy, tmp_path):
+    config = copy_of(healthy, tmp_path / "run")
+    store(lambda f: replace(f, aux_hidden_states=f.aux_hidden_states.flip(1).contiguous()))(config)
+    result = run_preflight(config, ["features"], ["recomputed"])
+    assert "the aux states shrink from layer to layer" in messages(result, "features") and result["ok"]
+    assert not run_preflight(config, ["features"], ["recomputed"], strict=True)["ok"]
 
 
-def test_a_token_outside_the_vocabulary_is_named(make_run, changed):
-    def strange(f):
-        ids = f.token_ids.clone()
-        ids[4] = 320
-        return changed(f, token_ids=ids)
-
-    result = run_preflight(make_run(strange), ["features"])
-    assert errors(result)[0] == "sample t0: token 4 is 320, the target knows ids below 320"
+def test_a_large_target_is_not_run_and_that_is_said(healthy, monkeypatch):
+    monkeypatch.setattr("eyas.preflight.identity.LARGEST", 1000)
+    result = run_preflight(healthy, ["features"])
+    assert "not recomputed, the layers are taken as they are said to be" in messages(result, "features")
 
 
-def test_supervised_prompts_are_a_warning(make_run, changed):
-    def everything(f):
-        last = f.last_hidden_state[:1].expand(len(f.token_ids), -1)
-        return changed(f, loss_mask=torch.ones_like(f.loss_mask), last_hidden_state=last.contiguous())
-
-    result = run_preflight(make_run(everything), ["features"])
-    assert "prompts seem to be supervised too" in messages(result, "features")
-
-
-def test_an_already_normed_last_state_is_named(make_run, changed, target_folder):
-    norm = TargetWeights(TargetSpec.load(target_folder)).final_norm()
-    result = run_preflight(make_run(lambda f: changed(f, last_hidden_state=norm(f.last_hidden_state))), DATA)
-    assert errors(result) == ["the last hidden state looks already normed, but is declared pre_final_norm"]
+def test_a_sample_is_shown_token_by_token(healthy):
+    shown = [
+        f["evidence"]["tokens"]
+        for f in run_preflight(healthy, ["data"])["stages"][0]["findings"]
+        if "tokens" in f["evidence"]
+    ]
+    assert shown[0][0] == ["<|im_start|>", 0] and shown[0][-1] == ["<|im_end|>", 1]
 
 
-def test_normed_states_that_are_declared_so_pass(make_run, changed, made, target_folder):
-    norm = TargetWeights(TargetSpec.load(target_folder)).final_norm()
-    meta = replace(made[0], last_hidden_state="post_final_norm")
-    normed = make_run(lambda f: changed(f, last_hidden_state=norm(f.last_hidden_state)), meta=meta)
-    assert errors(run_preflight(normed, DATA)) == []
+def test_guesses_are_kept_as_evidence(healthy, tmp_path):
+    config = copy_of(healthy, tmp_path / "run")
+    store(lambda f: replace(f, last_hidden_state=f.last_hidden_state.flip(-1).contiguous()))(config)
+    result = run_preflight(config, ["features", "alignment"], ["recomputed"])
+    (guesses,) = [
+        f["evidence"]["hypotheses"]
+        for s in result["stages"]
+        for f in s["findings"]
+        if "hypotheses" in f["evidence"]
+    ]
+    assert {"as stored", "row p is token p-1's", "row p is token p+1's"} < guesses.keys()
+    assert any(name.startswith("the final norm already applied") for name in guesses)
+    assert any("parts of the hidden dimension" in name for name in guesses)
 
 
-def test_a_raw_last_state_declared_normed_is_named(make_run, made):
-    result = run_preflight(make_run(meta=replace(made[0], last_hidden_state="post_final_norm")), DATA)
-    assert "the last hidden state was never normed, but is declared post_final_norm" in errors(result)
+@pytest.mark.parametrize(
+    ("by", "level", "said"),
+    [(0, "info", "4 of 4 answers"), (1, "error", "shifted right by one"), (-1, "error", "shifted left by one")],
+)
+def test_mask_edges_tell_a_shift_from_ids_alone(by, level, said):
+    ids = torch.tensor([5, 6, 1, 7, 8, 9, 2, 3, 5, 6, 1, 8, 9, 2, 3])  # 1 ends the header, 2 the turn
+    mask = torch.tensor([0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0]).roll(by)
+    found = edges([("a", ids.numpy(), mask.numpy()), ("b", ids.numpy(), mask.numpy())], {2}, header=1)
+    assert (found.level, said in found.message) == (level, True)
 
 
-@pytest.mark.parametrize(("by", "owner"), [(1, "p-1"), (-1, "p+1")])
-def test_last_states_shifted_by_one_are_named(make_run, changed, by, owner):
-    result = run_preflight(make_run(lambda f: changed(f, last_hidden_state=f.last_hidden_state.roll(by, 0))), DATA)
-    assert f"the last hidden state is shifted by one: row p holds token {owner}'s" in errors(result)
+def test_what_a_checkpoint_forgets_is_noticed(healthy, monkeypatch):
+    whole = checkpoint.resume
+
+    def forgets(root, training):
+        whole(root, training)
+        for p in training.trained().values():
+            training.optimizer.state[p]["exp_avg"].zero_()
+
+    monkeypatch.setattr(checkpoint, "resume", forgets)
+    (text,) = errors(run_preflight(healthy, CHECKED))
+    assert text.startswith("resumed, a step later: loss") and "without a break" in text
 
 
-def test_aux_states_shifted_by_one_are_named(make_run, changed):
-    result = run_preflight(make_run(lambda f: changed(f, aux_hidden_states=f.aux_hidden_states.roll(1, 0))), DATA)
-    assert "aux layer 5 is shifted by one against the last hidden state" in errors(result)
+def test_a_batch_without_supervised_tokens_that_does_harm_is_noticed(healthy):
+    subject = Subject(healthy)
+    forward = subject.trial.forward
+
+    def harmful(**inputs):
+        output = forward(**inputs)
+        extra = subject.trial.fc.weight.sum() * (not inputs["batch"].supervised.any())
+        return output._replace(loss=output.loss + extra)
+
+    subject.trial.forward = harmful
+    (text,) = errors(run_preflight(subject, CHECKED))
+    assert text.startswith("a batch without a supervised token gives loss") and "fc.weight" in text
 
 
-def test_states_that_the_head_does_not_understand_are_named(make_run, changed):
-    def other(f):
-        return changed(f, last_hidden_state=f.last_hidden_state.flip(-1).contiguous())
-
-    assert any(
-        "lm_head does not predict the stored answers" in e for e in errors(run_preflight(make_run(other), DATA))
-    )
+def test_what_does_not_fit_the_temporary_folder_is_not_tried(healthy, monkeypatch):
+    monkeypatch.setattr("eyas.preflight.dry_run.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    result = run_preflight(healthy, CHECKED)
+    assert errors(result) == []
+    assert "not tried: " in messages(result, "dry_run") and "not tried: " in messages(result, "deploy")
 
 
-def test_features_made_with_another_head_are_named(make_run, made):
-    result = run_preflight(make_run(meta=replace(made[0], head_fingerprint="0" * 64)), DATA)
-    assert "the features were made with another lm_head or final norm than the target has now" in errors(result)
-
-
-@pytest.mark.slow
-def test_a_loss_that_does_not_fall_is_an_error(make_run):
-    result = run_preflight(make_run(train={"lr": 300.0}, draft={"train_lm_head": True}), ["model", "dry_run"])
-    (text,) = errors(result)
-    assert text.startswith("the loss does not fall: loss ")
-    json.dumps(result, allow_nan=False)
-
-
-def test_more_memory_than_there_is_names_the_sum_and_its_parts(make_run, monkeypatch):
-    monkeypatch.setattr(model, "available_memory", lambda device: 1_000_000)
-    (text,) = errors(run_preflight(make_run(train={"batch_tokens": 10**7}), ["model"]))
-    assert "0.00 GB are free on cpu" in text and "activations" in text and "optimizer" in text
+def test_more_memory_than_there_is_names_the_sum_its_parts_and_what_fits(healthy, monkeypatch):
+    monkeypatch.setattr(model, "available_memory", lambda device: 10_000_000)
+    config = setting(train={"batch_tokens": 10**7})(healthy)
+    result = run_preflight(config, ["features", "vocab", "model"], ["recomputed"])
+    (finding,) = [f for s in result["stages"] for f in s["findings"] if f["level"] == "error"]
+    assert "0.01 GB are free on cpu" in finding["message"] and "activations" in finding["message"]
+    fits = finding["evidence"]["largest_batch"]
+    assert f"set train.batch_tokens to {fits} or less" in finding["hint"] and 64 <= fits < 10**5
+    mended = setting(train={"batch_tokens": fits})(healthy)
+    assert errors(run_preflight(mended, ["features", "vocab", "model"], ["recomputed"])) == []
 
 
 @pytest.mark.parametrize(("steps", "share"), [(2, 1.0), (6, 0.3)])
-def test_estimated_activations_are_close_to_what_autograd_keeps(make_run, steps, share):
-    from eyas.preflight.dry_run import fresh_draft
-    from eyas.train.batches import pack
-
-    subject = Subject(make_run(train={"ttt_steps": steps}))
-    draft = fresh_draft(subject)
+def test_estimated_activations_are_close_to_what_autograd_keeps(healthy, steps, share):
+    subject = Subject(setting(train={"ttt_steps": steps})(healthy))
+    draft = subject.trial
     batch = pack(subject.samples, 10**6)
     supervised = batch.supervised & (torch.rand(len(batch.supervised)) < share)
     batch = batch._replace(supervised=supervised, targets=batch.targets[: int(supervised.sum())])
@@ -232,6 +198,4 @@ def test_a_containers_limit_counts_not_the_machines_memory(tmp_path):
 
 
 def test_a_system_without_proc_counts_its_whole_memory(tmp_path):
-    from eyas.preflight.model import available_memory
-
-    assert available_memory("cpu", tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert model.available_memory("cpu", tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -8,7 +8,7 @@ import pytest
 
 from eyas.preflight.finding import Subject
 from eyas.preflight.runner import run_preflight
-from tests.preflight.faults import bare_python, of, write
+from tests.preflight.workshop import bare_python, of, write
 
 OLD_SCRIPT = """import torch
 from torch.utils.data import DataLoader

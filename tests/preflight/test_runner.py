@@ -1,14 +1,16 @@
 """The frame: order, needs, crashes, what is left out, and the JSON that comes out."""
 
 import json
+import time
 
 import pytest
 
 from eyas.config import RunConfig
 from eyas.errors import EyasError, UsageError
 from eyas.preflight.finding import Check, Finding, NotMade, Subject
-from eyas.preflight.runner import render, run_checks, run_preflight
-from eyas.progress import console
+from eyas.preflight.runner import run_checks, run_preflight
+from eyas.preflight.table import live, render, table
+from eyas.progress import console, say
 
 
 def says(*findings: Finding):
@@ -86,6 +88,48 @@ def test_numbers_that_json_lacks_become_text():
 def test_unknown_names_are_wrong_usage(chosen):
     with pytest.raises(UsageError, match="no preflight"):
         run_preflight(RunConfig(), **chosen)
+
+
+def test_strict_fails_on_warnings():
+    checks = [Check("a", "one", (), says(Finding("warning", "odd")))]
+    assert run_checks(Subject(RunConfig()), checks, [])["ok"]
+    assert not run_checks(Subject(RunConfig()), checks, [], strict=True)["ok"]
+
+
+def test_no_check_starts_after_the_time_budget():
+    def slow(subject):
+        time.sleep(0.05)
+        yield Finding("info", "done")
+
+    checks = [Check("a", "one", (), slow), Check("b", "one", (), says()), Check("c", "two", (), says())]
+    result = run_checks(Subject(RunConfig()), checks, [], budget=0.01)
+    assert result["ok"] and [s["status"] for s in result["stages"]] == ["passed", "skipped"]
+    said = [f["message"] for s in result["stages"] for f in s["findings"]]
+    assert said == ["done", *["skipped: the time budget of 0.01 s is spent"] * 2]
+
+
+def test_stages_can_be_watched_as_they_run():
+    seen = []
+    checks = [Check("a", "one", (), says(Finding("info", "x"))), Check("b", "two", (), says())]
+    run_checks(
+        Subject(RunConfig()), checks, [], watch=lambda r: seen.append([(s["name"], s["status"]) for s in r])
+    )
+    assert seen[0] == [("one", "running")] and seen[-1] == [("one", "passed"), ("two", "passed")]
+
+
+def test_outside_a_terminal_nothing_is_drawn_while_checks_run(capsys):
+    with live() as watch:
+        watch([{"name": "one", "status": "running", "seconds": 0.0, "findings": []}])
+        say("not to be heard")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_live_table_shows_the_worst_finding_of_each_stage():
+    found = [{"check": "a", "level": x, "message": x.upper(), "hint": ""} for x in ("info", "error", "warning")]
+    shown = table([{"name": "one", "status": "running", "seconds": 0.0, "findings": found}], brief=True)
+    with console.capture() as text:
+        console.print(shown)
+    assert "ERROR" in text.get() and "WARNING" not in text.get() and "INFO" not in text.get()
 
 
 def test_the_table_shows_findings_and_hints_as_they_are():

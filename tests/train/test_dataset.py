@@ -118,6 +118,10 @@ class TestStandardize:
         assert made["hidden_states"][2].tolist() == pytest.approx([a + 0.02 for a in range(A) for _ in range(H)])
         assert made["verifier_last_hidden_states"][:, 0].tolist() == [1000, 1001, 1002, 1003, 1004]
 
+    def test_a_single_layer_is_not_unpacked_token_by_token(self):
+        with pytest.raises(EyasError, match=r"one tensor \[5, 4\] .*: a single layer poses as all of them"):
+            standardize_data_v1(v1(5) | {"hidden_states": v1(5)["hidden_states"][0]})
+
     def test_v0_has_the_same_form(self):
         new = standardize_data_v1(v1(5))
         old = {

@@ -124,3 +124,13 @@ def test_more_processes_than_micro_batches_are_refused(stores, settings, monkeyp
     with pytest.raises(EyasError, match="4 processes share 2 micro-batches of an optimiser step") as error:
         plan_run(*stores, settings(), 0)
     assert "set train.accumulation to a multiple of 4" in error.value.hint
+
+
+def test_checks_before_training_are_made_by_one_rank_for_itself(monkeypatch):
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed.dist, "get_rank", lambda: 0)
+    assert distributed.size() == 2
+    with distributed.alone():
+        assert distributed.size() == 1 and distributed.tell("mine") == "mine"
+    assert distributed.size() == 2
