@@ -202,8 +202,13 @@ def run(argv: list[str]) -> int:
             say(f"hint: {e.hint}", "bold")
         result = {"ok": False, "error": e.message, "hint": e.hint}
     except KeyboardInterrupt:
+        code, result = 1, {"ok": False, "error": "stopped", "hint": "run the same command again to go on"}
         say("stopped; run the same command again to go on")
-        return 1
+    except SystemExit as e:  # tyro has printed help, or what is wrong with the arguments
+        code = e.code if isinstance(e.code, int) else 2
+        if not code:
+            return 0
+        result = {"ok": False, "error": "wrong usage: stderr says what", "hint": "see `eyas --help`"}
     if as_json and os.environ.get("RANK", "0") == "0":
         print(json.dumps(result, allow_nan=False))
     return code
@@ -334,7 +339,8 @@ def _before(config: RunConfig) -> dict[str, Callable[[], None]]:
     def check(stages: list[str]) -> None:
         result, code = _preflight(config, stages, [])
         if code:
-            errors = [f["message"] for s in result["stages"] for f in s["findings"] if f["level"] == "error"]
+            found = [f for s in result["stages"] for f in s["findings"] if f["level"] == "error"]
+            errors = [f["message"] + (f" ({f['hint']})" if f["hint"] else "") for f in found]
             kind = UsageError if result["stages"][0]["status"] == "failed" and stages else EyasError
             hint = "mend these, or go on at your own risk with --no-preflight"
             raise kind("preflight failed: " + "; ".join(errors), hint)

@@ -18,7 +18,9 @@ from eyas.errors import UsageError
 class Section(BaseModel):
     """No unknown keys; the docstring below a field is its help."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class TargetConfig(Section):
@@ -190,7 +192,7 @@ class PreflightConfig(Section):
 class RunConfig(Section):
     """Everything that decides what a run makes."""
 
-    run_dir: str = "runs/default"
+    run_dir: str = Field(default="runs/default", min_length=1)
     """Where the run is kept."""
     seed: int = Field(default=0, ge=0)
     """Seed of every random choice."""
@@ -221,7 +223,9 @@ class RunConfig(Section):
         if not path.is_file():
             raise UsageError(f"config file {path} does not exist", "pass the path of a YAML file")
         try:
-            raw = yaml.load(path.read_text(), Loader=_Loader)
+            raw = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_Loader)
+        except UnicodeDecodeError as e:
+            raise UsageError(f"{path} is not UTF-8 text: {e}") from e
         except yaml.YAMLError as e:
             mark = getattr(e, "problem_mark", None)
             where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -256,7 +260,15 @@ class RunConfig(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-4` as a string; people who write learning rates mean a number."""
+    """YAML 1.1 reads `1e-4` as a string, where a number is meant, and lets a key's second value win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        if twice := next((key for key, _ in node.value if names.count(key.value) > 1), None):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {twice.value!r} stands twice", twice.start_mark
+            )
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(

@@ -29,6 +29,7 @@ from eyas.files import fsync, sha256_file, sha256_json, write_json, write_text
 from eyas.progress import say
 
 SCHEMA = 1
+SMALL = 1 << 26  # bytes; larger files of a finished stage are told by their size alone
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as e:
-        raise EyasError(f"{path} is not valid JSON: {e}", f"delete {folder} and run again") from e
+        manifest = json.loads(path.read_text())
+        if {"fingerprint", "digest", "files", "inputs", "config"} - set(manifest):
+            raise ValueError("keys are missing")
+        return manifest
+    except (ValueError, TypeError) as e:
+        raise EyasError(f"{path} is not a stage's manifest: {e}", f"delete {folder} and run again") from e
 
 
 def why_stale(stage: Stage, config: RunConfig, run_dir: Path) -> str | None:
@@ -186,6 +190,8 @@ def why_stale(stage: Stage, config: RunConfig, run_dir: Path) -> str | None:
         size = path.stat().st_size if path.is_file() else None
         if size != entry["bytes"]:
             return f"{path} has {size} bytes, expected {entry['bytes']}"
+        if entry["bytes"] <= SMALL and sha256_file(path) != entry["sha256"]:
+            return f"{path} is not what the stage wrote: its SHA-256 differs"
     return None
 
 
@@ -202,7 +208,13 @@ def run(
     of `eyas run`. Raises EyasError from the stage that failed; what earlier stages made is kept.
     """
     run_dir = Path(config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise EyasError(f"run_dir {run_dir} cannot be made: {e.strerror}", "name another folder") from e
+    if (run_dir / "run.yaml").is_file() and not (run_dir / "run.json").is_file():
+        found = f"{run_dir / 'run.yaml'} was not written by eyas and would be replaced"
+        raise UsageError(found, "let run_dir be a folder of its own")
     with _lock(run_dir):
         write_text(run_dir / "run.yaml", config.to_yaml())
         write_json(run_dir / "run.json", provenance(config))
@@ -281,7 +293,10 @@ def _recover(run_dir: Path, stage: str) -> None:
 
 
 def _result(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "result.json").read_text())
+    try:
+        return json.loads((folder / "result.json").read_text())
+    except (OSError, ValueError) as e:
+        raise EyasError(f"{folder / 'result.json'} cannot be read: {e}", f"delete {folder} and run again") from e
 
 
 @contextmanager

@@ -50,8 +50,8 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 if line.strip():
                     yield number, json.loads(line.decode("utf-8-sig"))
-            except ValueError as e:
-                yield number, e
+            except (ValueError, RecursionError) as e:
+                yield number, ValueError("nested too deeply") if isinstance(e, RecursionError) else e
 
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:

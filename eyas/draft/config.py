@@ -59,6 +59,7 @@ class Eagle3DraftConfig:
              "a draft is as wide as its target"),
             (shared and heads % shared, f"{heads} query heads cannot share {shared} key/value heads evenly",
              "set draft.num_key_value_heads to a divisor of draft.num_attention_heads"),
+            (not self.rms_norm_eps > 0, f"rms_norm_eps must be above 0, found {self.rms_norm_eps}"),
             (self.head_dim % 2, f"head_dim {self.head_dim} is odd: RoPE rotates pairs of channels",
              "set draft.head_dim to an even number"),
             (size > self.vocab_size, f"draft_vocab_size {size} exceeds the target's vocab_size {self.vocab_size}",

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def read_config(folder: Path) -> tuple[Config, str]:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as e:
         raise ValueError(f"{path} cannot be read: {e}") from e
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds {type(config).__name__}, expected an object")
     architectures = config.get("architectures") or []
     if "speculators_config" in config:
         return config, "vllm"
@@ -56,7 +59,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         pickled = file.suffix == ".bin"
         try:
             tensors |= torch.load(file, "cpu", weights_only=True) if pickled else load_file(file)
-        except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError, OSError) as e:
+        except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError, struct.error, OSError) as e:
             raise ValueError(f"{file} ({file.stat().st_size} bytes) cannot be read: {e!r:.200}") from e
     return {name.replace(sglang.LAYER, vllm.LAYER): tensor for name, tensor in tensors.items()}
 
@@ -101,6 +104,8 @@ def _faults(config: Config, layer: Config, layout: str) -> list[str]:
     """What is wrong with keys beside the sizes that decide how, or whether, the engine serves the folder."""
     faults = {
         "tie_word_embeddings is true: the head would be the embedding table": layer.get("tie_word_embeddings"),
+        "attention_bias is true: the folder has no biases": layer.get("attention_bias"),
+        "mlp_bias is true: the folder has no biases": layer.get("mlp_bias"),
         "num_hidden_layers is not 1: only such drafts can be verified": layer.get("num_hidden_layers", 1) != 1,
     }
     if layout == "vllm":
@@ -108,7 +113,9 @@ def _faults(config: Config, layer: Config, layout: str) -> list[str]:
         proposal, verifier = (own.get("proposal_methods") or [{}])[0], own.get("verifier") or {}
         faults |= {
             "speculators_model_type is not eagle3": config.get("speculators_model_type") != "eagle3",
-            "proposal_methods[0].speculative_tokens is missing": not proposal.get("speculative_tokens"),
+            "proposal_methods[0].speculative_tokens is no number above 0": not (
+                isinstance(proposal.get("speculative_tokens"), int) and proposal["speculative_tokens"] > 0
+            ),
             "verifier.name_or_path, the model vLLM would serve, is missing": not verifier.get("name_or_path"),
         }
     else:

@@ -4,6 +4,7 @@ Both engines are silent about what matters: a missing tensor is uninitialised me
 names it does not know, and a config key left out takes a default that differs between them.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,20 @@ def check(
         _values(tensors, found)
         if shape := read_shape(config, layout, spec, found):
             _tensors(tensors, shape, found)
+            _types(tensors, config, found)
             if spec:
                 _target(shape, spec, layout, found)
+                _embedding(tensors, spec, found)
+            elif "embed_tokens.weight" in tensors:
+                message = "embed_tokens.weight is in the folder: engines take it in place of the target's"
+                found.add("warning", "names", message, "name the target, and it is compared")
             if trained and features is not None and not found.messages("error"):
                 proof = _prove(tensors, shape, trained, features, found)
     except ValueError as e:
         found.add("error", "files", str(e))
+    except (TypeError, AttributeError, KeyError, NotImplementedError) as e:
+        message = f"{folder}: config.json or a tensor holds a value of a type that no engine reads: {e}"
+        found.add("error", "config", message, "compare it with a folder that `eyas export` makes")
     return {"ok": not found.messages("error"), "format": layout, "findings": found, "proof": proof}
 
 
@@ -98,13 +107,38 @@ def _tensors(tensors: dict[str, Tensor], shape: Eagle3DraftConfig, found: Findin
             found.add("error", "vocabulary", e.message, hint)
 
 
+def _types(tensors: dict[str, Tensor], config: dict[str, Any], found: Findings) -> None:
+    """Weights in one floating type, the one that config.json names; d2t int64, t2d bool."""
+    tables = {"d2t": torch.int64, "t2d": torch.bool}
+    kinds = {t.dtype for name, t in tensors.items() if name not in tables}
+    for name, wanted in tables.items():
+        if name in tensors and tensors[name].dtype != wanted:
+            found.add("error", "dtypes", f"{name} is {tensors[name].dtype}, expected {wanted}")
+    if len(kinds) > 1 or kinds - {torch.bfloat16, torch.float16, torch.float32}:
+        found.add(
+            "error", "dtypes", f"weights are {sorted(map(str, kinds))}, expected one of float32, bfloat16, float16"
+        )
+    elif (said := config.get("dtype") or config.get("torch_dtype")) and {f"torch.{said}"} != {*map(str, kinds)}:
+        found.add("warning", "dtypes", f"config.json says {said}, the weights are {kinds.pop()}")
+
+
+def _embedding(tensors: dict[str, Tensor], spec: TargetSpec, found: Findings) -> None:
+    """An embedding in the folder, which engines take in place of the target's, must be the target's."""
+    if (own := tensors.get("embed_tokens.weight")) is None:
+        return
+    theirs = TargetWeights(spec).embed_tokens()
+    if own.shape != theirs.shape or not torch.equal(own, theirs.to(own.dtype)):
+        message = "embed_tokens.weight is not the target's, and engines take it in place of the target's"
+        found.add("error", "target", message, "leave it out of the folder")
+
+
 def _values(tensors: dict[str, Tensor], found: Findings) -> None:
     """Numbers that no training leaves behind."""
     for name, tensor in tensors.items():
         if bad := int((~torch.isfinite(tensor)).sum()):
             found.add("error", "values", f"{name} has {bad} values that are NaN or infinite")
-        elif name in ("fc.weight", "norm.weight", "lm_head.weight") and not tensor.any():
-            found.add("error", "values", f"{name} is all zero: every token gets the same logit")
+        elif name in ("fc.weight", "norm.weight", "lm_head.weight", "embed_tokens.weight") and not tensor.any():
+            found.add("error", "values", f"{name} is all zero, which no training leaves behind")
 
 
 def _target(shape: Eagle3DraftConfig, spec: TargetSpec, layout: str, found: Findings) -> None:
@@ -154,13 +188,15 @@ def _prove(
     for sample in features:
         if (rows := min(ROWS, len(sample.token_ids) - 1 - CHAIN)) > 0:
             got, wanted = (_logits(model, sample, rows) for model in models)  # [1 + CHAIN, Vd]
-            worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max()))
+            difference = float((got - wanted).abs().max() / wanted.abs().max())
+            worst = max(worst, difference if math.isfinite(difference) else math.inf)
             compared += len(wanted)
     if not compared:
         found.add("warning", "proof", "the samples are too short: tensors are equal, but no logits were compared")
     if not worst <= TOLERANCE:
         message = f"logits differ from the trained draft's by {worst:.1e} of the largest, tolerance {TOLERANCE}"
         found.add("error", "proof", message, "some flag does not mean to the engine what it meant in training")
+    worst = worst if math.isfinite(worst) else None  # JSON has no infinity; the finding says it
     return {"largest_difference": worst, "tolerance": TOLERANCE, "rows": compared}
 
 
