@@ -125,7 +125,7 @@ def _inputs(stage: Stage, config: RunConfig, run_dir: Path) -> dict[str, Any]:
     for need in stage.needs:
         manifest = read_manifest(run_dir / need) if BY_NAME[need] in stages_of(config) else None
         if manifest:
-            inputs[need] = manifest["digest"]
+            inputs[need] = manifest.get("digest")
     if stage.reads_sources and not ("regenerate" in stage.needs and config.regenerate.mode != "none"):
         files = source_files(config.data.sources)
         inputs["sources"] = {k: sha256_file(p) if p else "hub" for k, p in files.items()}
@@ -168,10 +168,10 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest = json.loads(path.read_text())
-        if {"fingerprint", "digest", "files", "inputs", "config"} - set(manifest):
-            raise ValueError("keys are missing")
+        if not isinstance(manifest, dict):
+            raise ValueError(f"it holds {type(manifest).__name__}")
         return manifest
-    except (ValueError, TypeError) as e:
+    except ValueError as e:
         raise EyasError(f"{path} is not a stage's manifest: {e}", f"delete {folder} and run again") from e
 
 
@@ -181,9 +181,10 @@ def why_stale(stage: Stage, config: RunConfig, run_dir: Path) -> str | None:
     if manifest is None:
         return "not made yet"
     now, inputs, chosen = fingerprint(stage, config, run_dir)
-    if manifest["fingerprint"] != now:
-        changed = [k for k in inputs if manifest["inputs"].get(k) != inputs[k]]
-        changed += [k for k in chosen if manifest["config"].get(k) != chosen[k]]
+    if manifest.get("fingerprint") != now:
+        then = {"inputs": {}, "config": {}} | manifest
+        changed = [k for k in inputs if then["inputs"].get(k) != inputs[k]]
+        changed += [k for k in chosen if then["config"].get(k) != chosen[k]]
         return f"changed: {', '.join(changed) or 'schema'}"
     for name, entry in manifest["files"].items():
         path = run_dir / stage.name / name
@@ -216,8 +217,8 @@ def run(
         found = f"{run_dir / 'run.yaml'} was not written by eyas and would be replaced"
         raise UsageError(found, "let run_dir be a folder of its own")
     with _lock(run_dir):
+        write_json(run_dir / "run.json", provenance(config))  # first: it marks run.yaml as ours
         write_text(run_dir / "run.yaml", config.to_yaml())
-        write_json(run_dir / "run.json", provenance(config))
         results: dict[str, Any] = {}
         wanted = stages_of(config)
         forced = {s.name for s in wanted[[s.name for s in wanted].index(start) :]} if start else {only}

@@ -9,7 +9,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # read when Triton and the kernels are imported: tests/kernels/test_gpu.py
+    )
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache"
 

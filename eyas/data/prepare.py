@@ -87,6 +87,7 @@ class _Preparation:
             if row.value is None:
                 raise BadRow(row.error or "empty")
             conversation = parse(row.value)
+            self.template.check_answers(conversation)
             turns = self.template.turns(conversation, self.config.supervise)
             return conversation, [*turns, (self.template.first_prompt(conversation), [])]
         except BadRow as e:

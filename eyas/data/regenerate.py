@@ -70,15 +70,15 @@ def run(ctx: Context) -> dict[str, Any]:
                         _say(work, ids, template, spec)
                         progress.update()
     good, bad = [w for w in works if w.reason is None], [w for w in works if w.reason is not None]
+    lines = [json.dumps(_line(w), ensure_ascii=False) + "\n" for w in good]
+    write_text(ctx.out / "conversations.jsonl", "".join(lines))
+    lines = [json.dumps({"file": w.row.file, "row": w.row.number, "reason": w.reason}) + "\n" for w in bad]
+    write_text(ctx.out / "quarantine.jsonl", "".join(lines))
     if not good:
         found = f"{len(bad)} rows set aside, the first: {bad[0].reason}" if bad else "no rows"
         raise EyasError(
             f"no conversation is left to answer: {found}", "look at data.sources and the chat template"
         )
-    lines = [json.dumps(_line(w), ensure_ascii=False) + "\n" for w in good]
-    write_text(ctx.out / "conversations.jsonl", "".join(lines))
-    lines = [json.dumps({"file": w.row.file, "row": w.row.number, "reason": w.reason}) + "\n" for w in bad]
-    write_text(ctx.out / "quarantine.jsonl", "".join(lines))
 
     answers = [a for w in good for a in w.answers.values()]
     counts = {"rows": len(works), "conversations": len(good), "quarantined": len(bad), "answers": len(answers)}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from eyas.data.conversation import REASONING, Answer, BadRow, Conversation
+from eyas.data.conversation import REASONING, BadRow, Conversation
 
 _MARK, _THOUGHT_MARK = "qzcontentqz", "qzreasoningqz"
 _THOUGHT = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
@@ -97,7 +97,6 @@ class Template:
         for i in said if supervise == "all_turns" else said[-1:]:
             served = self.text(messages[:i], tools, prompt=True) if i else ""
             if answer := conversation.answers.get(i):
-                self._check_answer(answer, conversation.messages[i]["content"], i + 1)
                 turns.append((served, answer.token_ids))
             else:
                 turns.append(self._turn(messages[: i + 1], tools, served))
@@ -112,14 +111,15 @@ class Template:
             self.notes["the template escapes characters, as in &lt;"] += 1
         return turns
 
-    def _check_answer(self, answer: Answer, content: str | None, turn: int) -> None:
-        """The ids say what stands there in words. Raises BadRow."""
-        ids = answer.token_ids[:-1] if answer.finish == "stop" else answer.token_ids
-        known = len(self.tokenizer)
-        if max(answer.token_ids) >= known:
-            raise BadRow(f"answers: turn {turn} has id {max(answer.token_ids)}, the tokenizer knows {known}")
-        if (text := self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)) != content:
-            raise BadRow(f"answers: the ids of turn {turn} say {text!r:.60}, its content {content!r:.60}")
+    def check_answers(self, conversation: Conversation) -> None:
+        """The ids of given answers say what stands there in words. Raises BadRow."""
+        for i, answer in conversation.answers.items():
+            ids, content = answer.token_ids, conversation.messages[i]["content"]
+            if max(ids) >= (known := len(self.tokenizer)):
+                raise BadRow(f"answers: turn {i + 1} has id {max(ids)}, the tokenizer knows {known}")
+            ids = ids[:-1] if answer.finish == "stop" else ids
+            if (text := self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)) != content:
+                raise BadRow(f"answers: the ids of turn {i + 1} say {text!r:.60}, its content {content!r:.60}")
 
     def _turn(self, messages: list[dict[str, Any]], tools: list[Any] | None, served: str) -> tuple[str, str]:
         """The last message as a turn after the prompt `served` (empty for a conversation's first message)."""

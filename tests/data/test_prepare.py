@@ -196,13 +196,17 @@ def test_answers_of_the_target_are_taken_from_regenerate_as_ids(tmp_path, target
     made = tmp_path / "regenerate"
     made.mkdir()
     answer = {"turn": 1, "token_ids": [7, 8, 9, 2], "finish": "stop"}
-    (made / "conversations.jsonl").write_text(json.dumps(talk("one", "xyz", answers=[answer])) + "\n")
+    (made / "conversations.jsonl").write_text(json.dumps(talk("one", "%&'", answers=[answer])) + "\n")
     with pytest.raises(EyasError, match="stage regenerate"):
         run(ctx)
     (made / "manifest.json").write_text("{}")
     run(ctx)
     (sample,) = prepared(ctx)
     assert sample.token_ids[sample.loss_mask].tolist() == [7, 8, 9, 2]
+    (made / "conversations.jsonl").write_text(json.dumps(talk("one", "xyz", answers=[answer])) + "\n")
+    with pytest.raises(EyasError) as error:
+        run(ctx)
+    assert "the ids of turn N say" in error.value.hint and "xyz" in error.value.hint
 
 
 def test_examples_show_token_text_and_mask(tmp_path, target):

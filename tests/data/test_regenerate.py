@@ -161,8 +161,9 @@ def test_an_empty_answer_is_set_aside(tmp_path, target):
     shutil.copytree(target, always)
     (always / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(320))}))
     ctx = context(tmp_path, always, ROWS[:1])
-    counts = regenerate.run(ctx)["counts"]
-    assert counts["quarantined"] == 1 and lines(ctx) == []
+    with pytest.raises(EyasError, match="no conversation is left to answer: 1 rows set aside"):
+        regenerate.run(ctx)
+    assert lines(ctx) == []
     assert lines(ctx, "quarantine.jsonl")[0]["reason"] == "the target's answer, turn 2, is empty"
 
 

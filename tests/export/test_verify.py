@@ -169,6 +169,22 @@ def test_an_all_zero_head_is_an_error(tmp_path, draft, spec):
     assert "lm_head.weight is all zero" in errors(mutated(tmp_path, draft, spec, tensors=tensors))
 
 
+def test_an_embedding_in_the_folder_must_be_the_targets(tmp_path, draft, spec):
+    own = {"embed_tokens.weight": draft.embed_tokens.bfloat16()}
+    assert mutated(tmp_path, draft, spec, tensors=own)["ok"]
+    other = {"embed_tokens.weight": torch.ones_like(own["embed_tokens.weight"])}
+    assert "embed_tokens.weight is not the target's" in errors(mutated(tmp_path, draft, spec, tensors=other))
+
+
+def test_weights_of_another_type_are_named(tmp_path, draft, spec):
+    integers = {"fc.weight": torch.ones(32, 96, dtype=torch.int32)}
+    assert "weights are ['torch.bfloat16', 'torch.int32']" in errors(
+        mutated(tmp_path, draft, spec, tensors=integers)
+    )
+    said = mutated(tmp_path, draft, spec, change=lambda c: c.update(dtype="float16"))
+    assert "config.json says float16, the weights are torch.bfloat16" in warnings(said)
+
+
 def drop(*path):
     def change(config):
         for key in path[:-1]:
@@ -188,7 +204,7 @@ LAYER = "transformer_layer_config"
         ("vllm", drop(LAYER, "max_position_embeddings"), "lacks max_position_embeddings"),
         ("vllm", drop(LAYER, "num_aux_hidden_states"), None),
         ("vllm", drop("speculators_config", "verifier"), "verifier.name_or_path"),
-        ("vllm", drop("speculators_config", "proposal_methods"), "speculative_tokens is missing"),
+        ("vllm", drop("speculators_config", "proposal_methods"), "speculative_tokens is no number above 0"),
         ("vllm", drop("speculators_model_type"), "speculators_model_type is not eagle3"),
         (
             "vllm",
@@ -202,6 +218,14 @@ LAYER = "transformer_layer_config"
         ("vllm", lambda c: c[LAYER].update(vocab_size=300), "vocab_size is 300, the target's 320"),
         ("vllm", lambda c: c[LAYER].update(tie_word_embeddings=True), "tie_word_embeddings is true"),
         ("vllm", lambda c: c[LAYER].update(num_hidden_layers=5), "num_hidden_layers is not 1"),
+        ("vllm", lambda c: c[LAYER].update(rms_norm_eps=-3), "rms_norm_eps must be above 0, found -3"),
+        ("vllm", lambda c: c[LAYER].update(attention_bias=True), "attention_bias is true"),
+        ("vllm", lambda c: c[LAYER].update(hidden_size="abc"), "a type that no engine reads"),
+        (
+            "vllm",
+            lambda c: c["speculators_config"].update(proposal_methods=[{"speculative_tokens": -5}]),
+            "above 0",
+        ),
         ("sglang", drop("draft_vocab_size"), "draft_vocab_size is missing"),
         ("sglang", lambda c: c.update(target_hidden_size=None), "target_hidden_size is null"),
         ("sglang", lambda c: c.update(norm_before_residual=True), "norm_before_residual is true"),

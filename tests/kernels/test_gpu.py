@@ -1,7 +1,5 @@
 """The Triton kernels against the plain versions: on a GPU where there is one, else in Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +7,6 @@ from hypothesis import strategies as st
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton and the kernels are imported
 # Older interpreters do not know numpy 2.4.
 pytest.importorskip("triton", None if CUDA else "3.7", reason="no Triton whose kernels could run here")
 
