@@ -24,7 +24,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(TARGET)/config.json: | $(VENV)/.installed
 	$(BIN)/python examples/demo/fetch_target.py $(TARGET)
 
-demo: $(VENV)/.installed $(TARGET)/config.json  ## Train a draft for SmolLM2-135M and see it work (a quarter of an hour on 2 cores)
+demo: $(VENV)/.installed $(TARGET)/config.json  ## Train a draft for SmolLM2-135M and see it work (about ten minutes on 2 cores)
 	$(BIN)/eyas run examples/demo/run.yaml
 
 test: $(VENV)/.installed $(TARGET)/config.json  ## Run every test
